@@ -6,6 +6,7 @@ stores; a buffer that is written in place is written by the graph itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from recast.rewriter.compiled.trees import flatten
 from .frames import line_of_write
 from .operands import literal
 from .python_reads import PythonReads
-from .refused import refusal
+from .refused import Refused, refusal
 from .values import Value
 
 _SLOTS = {
@@ -62,13 +63,17 @@ def _inside(value: Any) -> Any:
 
 
 def attribute_writes(
-    scratch: nn.Module, reading: PythonReads, before: State
+    scratch: nn.Module, reading: PythonReads, before: State, kept: Callable[[str, str], bool]
 ) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
     """Attributes that have a new traced value after forward, and those with a plain constant that
-    forward wrote without reading the old value. Refuses other lasting changes.
+    forward wrote without reading the old value. Refuses other lasting changes, and what only the
+    first call makes, unless that is a constant and ``kept(path, name)``: later calls leave it.
     """
     stores: dict[str, Any] = {}
     left: list[tuple[str, str, Any]] = []
+    for (path, name), value in reading.cached.items():
+        if not _constant(value):
+            raise _first_call(f"what {name}() keeps", name, reading, path)
     for path, module in modules_by_path(scratch).items():
         dot = f"{path}." if path else ""
         old = before.get(path)
@@ -89,11 +94,16 @@ def attribute_writes(
                     why = f"forward changes what is in self.{name}, a {kind}"
                     raise refusal(why, line_of_write(reading.codes, name), path)
                 continue
-            if isinstance(value, Value):
-                stores[f"{dot}{name}"] = value
-                continue
             leaves: list[Any] = []
             flatten(value, leaves, [])
+            registered = name in module._buffers and name not in old["_buffers"]
+            first = leaves and _asked_first(reading, path, name, was, module)
+            if registered or (first and not (_constant(value) and kept(path, name))):
+                raise _first_call(f"self.{name}", name, reading, path)
+            held = isinstance(was, CONTAINERS) and reading.taken.get((path, name)) is was
+            if leaves and held and not _constant(value):
+                why = f"forward reads self.{name}, a {type(was).__name__}, and sets another"
+                raise refusal(why, line_of_write(reading.codes, name), path)
             if leaves:
                 stores[f"{dot}{name}"] = value
             elif _blind(reading, path, name, value, was):
@@ -113,6 +123,41 @@ def _check_kept(
         if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
             why = f"forward replaces the {kind} self.{name}"
             raise refusal(why, line_of_write(reading.codes, name), path)
+
+
+def _asked_first(reading: PythonReads, path: str, name: str, was: Any, module: nn.Module) -> bool:
+    """Whether forward may have asked for an attribute before it set it, when there was none."""
+    if was is not _ABSENT and was is not None:
+        return False
+    if (path, name) in reading.unset or path in reading.listed:
+        return True
+    if not type(module).__module__.startswith("torch.nn"):
+        return False
+    # What is read from torch's layers is not watched: only which names the code reads is known.
+    return any(
+        name in code_names.looked_for(code)
+        or any(name == read for _, read in code_names.attributes_in(code))
+        for code in reading.codes
+    )
+
+
+def _constant(value: Any) -> bool:
+    """Whether all tensors in ``value`` are the same at every call."""
+    leaves: list[Any] = []
+    flatten(value, leaves, [])
+    return all(isinstance(one, Value) and one.constant for one in leaves)
+
+
+def _first_call(what: str, name: str, reading: PythonReads, path: str) -> Refused:
+    """The refusal for what forward makes once: a graph would make it at each call."""
+    why = f"forward makes {what} at its first call"
+    refused = refusal(why, line_of_write(reading.codes, name), path)
+    refused.tries = (
+        "model(*example) before optimize(): what the first call makes is then there",
+        f"{name} made in __init__",
+        *refused.tries[-1:],
+    )
+    return refused
 
 
 def _untouched(reading: PythonReads, now: Any, before: Any, value: Any) -> bool:

@@ -21,11 +21,13 @@ from recast.rewriter.ir import KEY, Note
 from .constants import constants
 from .frames import is_users, raised_at
 from .layers import is_leaf
+from .python_reads import caches_of
 from .refused import not_comparable
 from .tidy import holds_negated, resolve_negated
 from .trace import Traced
 from .values import Flag
 
+_ABSENT = object()
 TRIES = (
     "example=batch, one batch as forward takes it",
     "example=[batch, batch_of_another_size] when one does not tell which dimension is the batch",
@@ -97,6 +99,15 @@ def _tensors(root: nn.Module) -> Iterator[tuple[int, str]]:
                     yield id(value), f"{dot}{name}"
 
 
+def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:
+    """What the modules have, and have cached, by path and name."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in modules_by_path(root).items():
+        found |= {(path, k): v for held in (vars(module), module._buffers) for k, v in held.items()}
+        found |= {(path, k): v.cache_info().misses for k, v in caches_of(type(module)).items()}
+    return found
+
+
 def trace_without_example(
     root: nn.Module, signature: Signature
 ) -> tuple[dict[str, Traced], Signature]:
@@ -120,6 +131,7 @@ def _trace(root: nn.Module, training: bool) -> Traced:
     for path, module in modules_by_path(scratch).items():
         if not is_leaf(module):
             vars(module)["training"] = Flag(tracer, path)  # type: ignore[arg-type]
+    before = _attributes(scratch)
     try:
         with _Calls(tracer):
             graph = tracer.trace(scratch)
@@ -130,6 +142,14 @@ def _trace(root: nn.Module, training: bool) -> Traced:
             where=raised_at(error), tries=TRIES,
             why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
+    after = _attributes(scratch)
+    changed = [k for k, v in after.items() if not _same(v, before.get(k, _ABSENT))]
+    if changed:
+        path, name = changed[0]
+        raise CaptureError(
+            "capture: this model cannot be traced without an example",
+            why=f"forward keeps something in {'.'.join(filter(None, (path, name)))}", tries=TRIES,
+        )  # fmt: skip
     _annotate(graph)
     resolve_negated(graph, [n for n in graph.nodes if _may_negate(root, n)])
     try:
@@ -137,6 +157,10 @@ def _trace(root: nn.Module, training: bool) -> Traced:
     except NotComparable as error:
         raise not_comparable(error) from None
     return Traced(graph, frozenset(tracer.forks), taken=taken)
+
+
+def _same(value: Any, before: Any) -> bool:
+    return value is before or (type(value) is type(before) is int and value == before)
 
 
 def _may_negate(root: nn.Module, node: fx.Node) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from recast.rewriter.compiled import code_names
 from recast.rewriter.compiled.baked_values import global_values, of_classes, taken_by_trace
 from recast.rewriter.compiled.copies import modules_by_path
-from recast.rewriter.compiled.external_state import BakedValue, Check, checks
+from recast.rewriter.compiled.external_state import BakedValue, Check, checks, slot
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
 from recast.rewriter.compiled.undo import undo_of
@@ -33,7 +35,7 @@ from .intercept import Recorder, Shape
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, transformed
 from .operands import argument
-from .plain_model import live_copy
+from .plain_model import live_copy, run_plain
 from .python_reads import bound_on_class
 from .refused import Refused, not_comparable, refusal
 from .tracer import Tracer
@@ -129,7 +131,7 @@ def trace(
             where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
             raise refusal(f"forward changes {name}{_of(home)}", where, "")
     try:
-        return _finish(tracer, result, before, written)
+        return _finish(tracer, result, before, written, partial(_kept, tracer, signature, first))
     except NotComparable as error:
         raise not_comparable(error) from None
 
@@ -212,10 +214,11 @@ def _names(signature: Signature, count: int) -> list[str]:
 
 
 def _finish(
-    tracer: Tracer, result: Any, before: State, argument_writes: dict[Place, Any]
-) -> Traced:
+    tracer: Tracer, result: Any, before: State, argument_writes: dict[Place, Any],
+    kept: Callable[[str, str], bool],
+) -> Traced:  # fmt: skip
     reading = tracer.reading
-    stores, left = attribute_writes(tracer.scratch, reading, before)
+    stores, left = attribute_writes(tracer.scratch, reading, before, kept)
     written = {(p, n) for p, n, _ in left}
     written |= {(p, n) for p, _, n in (s.rpartition(".") for s in stores)}
     template = None
@@ -250,6 +253,21 @@ def _finish(
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
         tuple(reading.prints),
     )  # fmt: skip
+
+
+def _kept(
+    tracer: Tracer, signature: Signature, first: tuple[Any, ...], path: str, name: str
+) -> bool:
+    """Whether the second call of the plain forward leaves what the first one made."""
+    live = live_copy(tracer.root, tracer.training)
+    module = live.get_submodule(path)
+    try:
+        run_plain(live, signature, first)
+        made = slot(module, name)
+        run_plain(live, signature, first)
+    except Exception:  # another call than the first is what it does not take
+        return False
+    return slot(module, name) is made
 
 
 def _undoable(tracer: Tracer) -> None:
