@@ -18,7 +18,6 @@ from recast.rewriter.compiled.copies import (
     same_random_numbers,
     shallow_copy,
 )
-from recast.rewriter.compiled.external_state import restored_objects
 from recast.rewriter.compiled.linked_hooks import link_hooks
 from recast.rewriter.compiled.signature import Signature, complete, of_forward
 from recast.rewriter.compiled.trees import flatten
@@ -41,7 +40,7 @@ from .plain_model import (
 )
 from .proof import disagreement
 from .refused import Refused
-from .restored_state import restored_globals, restored_tensors
+from .restored_state import restored_globals, restored_objects, restored_tensors
 from .symbolic import trace_without_example
 from .trace import Traced
 

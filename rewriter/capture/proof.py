@@ -12,8 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.rewriter import order
 from recast.rewriter.compiled.codegen import Program, compile_graph
-from recast.rewriter.compiled.copies import generators_of, same_random_numbers, seed_all
+from recast.rewriter.compiled.copies import (
+    generators_of,
+    modules_by_path,
+    same_random_numbers,
+    seed_all,
+)
 from recast.rewriter.compiled.fallback import failing
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
@@ -26,7 +32,7 @@ from .argument_writes import Place
 from .constants import constants
 from .opaque_calls import OpaqueCall
 from .plain_model import live_copy
-from .restored_state import restored_tensors
+from .restored_state import restored_globals, restored_objects, restored_tensors
 from .trace import Traced
 
 RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
@@ -58,6 +64,14 @@ def prove(
     """Why a rewritten graph differs from the model on the examples, or None; and whether one was
     changed, to restore strides. The numbers of a graph for train mode are not asked.
     """
+    with restored_objects(root), restored_globals(root):
+        return _prove(root, traced, graphs, signature, *batches)
+
+
+def _prove(
+    root: nn.Module, traced: dict[str, Traced], graphs: dict[str, Graph], signature: Signature,
+    *batches: tuple[Any, ...],
+) -> tuple[str | None, bool]:  # fmt: skip
     changed = False
     for mode, graph in graphs.items():
         training = mode == "train"
@@ -147,16 +161,24 @@ def _run_graph(
     root: nn.Module, graph: Graph, signature: Signature, batch: tuple[Any, ...], training: bool
 ) -> tuple[Program, Any]:
     """The code of ``graph``, and what it returns for ``batch`` on a copy; or what it raises."""
-    renorms = any(  # max_norm, or a user's own code
+    plain = {
+        f"{path}.{name}" if path else name
+        for path, module in modules_by_path(root).items()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    reads = any(n.op == "get_attr" and n.target in plain for n in graph.nodes)
+    may_write = any(  # max_norm, a user's own code, an attribute that is no buffer
         n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, OpaqueCall)
+        or (reads and order.writes(n, root))
         for n in graph.nodes
-    )
+    )  # fmt: skip
     mine = live_copy(root, training)
     vars(mine)["_recast_constants"] = constants(root)
     program = compile_graph(graph, mine, "proof")
     inputs = signature.leaves(_clone(batch))[0]
     try:
-        with restored_tensors(root) if renorms else nullcontext():  # else it runs as it will
+        with restored_tensors(root) if may_write else nullcontext():  # else it runs as it will
             return program, _run(generators_of(root), lambda: program.run(*inputs, program.fetch()))
     except Exception as error:
         return program, error

@@ -1,6 +1,6 @@
 """Capture runs forward, and forward may write to parameters: max-norm, weights clamped or averaged
-in place, ``weight.data = normalize(weight.data)``; or to globals: a list of losses, a counter.
-Afterwards the model's tensors and these globals are as before.
+in place, ``weight.data = normalize(weight.data)``; to its own objects; or to globals: a list of
+losses, a counter. Afterwards the model's tensors, its objects and these globals are as before.
 
 A tensor is copied when the first operator that writes to it is about to run, so a model that writes
 to none of its tables costs no memory.
@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.rewriter.compiled.code_names import codes_of, globals_in
-from recast.rewriter.compiled.object_contents import CONTAINERS
+from recast.rewriter.compiled.object_contents import CALLED, CONTAINERS, PLAIN, Absent
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.compiled.visible_names import MOST
 
+from .constants import Constants
 from .storages import memory, unborn
 from .values import Value
+
+_BYTES = 1 << 26  # of an array that is copied, at most
+_NOT_THE_USERS = frozenset({*vars(nn.Module()), Constants.ATTRIBUTE})
 
 
 class CopiesBeforeWrites(TorchDispatchMode):
@@ -62,22 +67,18 @@ class CopiesBeforeWrites(TorchDispatchMode):
 
 @contextmanager
 def restored_tensors(root: nn.Module) -> Iterator[None]:
-    """Restores, at the end, the values of the parameters of ``root`` and of the tensors that its
-    modules keep as plain attributes, and the memory of the parameters. Not of buffers: they are
-    copied wherever a forward runs.
+    """Restores, at the end, the values and the memory of the parameters of ``root`` and of the
+    tensors that its modules keep as plain attributes, in containers and in objects. Not of buffers:
+    they are copied wherever a forward runs.
     """
     kept = [
         value
-        for module in root.modules()
-        for name, value in (*vars(module).items(), *module._parameters.items())
+        for value in (*root.parameters(), *_held(root, deep=3))
         if isinstance(value, torch.Tensor) and not unborn(value)
     ]
-    listed: list[Any] = []
-    for module in root.modules():
-        flatten([v for v in vars(module).values() if type(v) in (list, tuple, dict)], listed, [])
-    data = [(p, p.detach()) for p in root.parameters() if not unborn(p)]
+    data = [(t, t.detach()) for t in kept if type(t) is torch.Tensor or isinstance(t, nn.Parameter)]
     places: dict[int, torch.UntypedStorage] = {}
-    for tensor in (*kept, *listed):
+    for tensor in kept:
         places |= memory(tensor)
     watch = CopiesBeforeWrites(places)
     try:
@@ -86,9 +87,67 @@ def restored_tensors(root: nn.Module) -> Iterator[None]:
     finally:
         for at, copy in watch.copies.items():
             places[at].copy_(copy)
-        for parameter, before in data:
-            if [*memory(parameter)] != [*memory(before)] or parameter.shape != before.shape:
-                parameter.data = before
+        for tensor, before in data:
+            if [*memory(tensor)] != [*memory(before)] or tensor.shape != before.shape:
+                tensor.data = before
+
+
+@contextmanager
+def restored_objects(root: nn.Module) -> Iterator[None]:
+    """Restores, at the end, the attributes of the objects that the modules keep, also in
+    containers, and what they hold: arrays of numpy; of lists and dicts, which may be caches, what
+    :func:`restored_globals` does. Containers of a module itself are copied with it, objects are
+    shared. Not restored: iterators, which cannot go back, and objects within objects, which may be
+    those of a trainer at work.
+    """
+    objects = [d for value in _held(root) if (d := _attributes(value)) is not None]
+    inside = {id(value) for attributes in objects for value in attributes.values()}
+    held = _held(root, deep=1)
+    arrays = [a for a in held if isinstance(a, numpy.ndarray) and a.nbytes <= _BYTES]
+    before = [dict(attributes) for attributes in objects], [a.copy() for a in arrays]
+    restore = _numbers_in([v for v in held if id(v) in inside])
+    try:
+        yield
+    finally:
+        for attributes, old in zip(objects, before[0], strict=True):
+            for name in [k for k in attributes if k not in old]:
+                del attributes[name]
+            attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
+        for array, values in zip(arrays, before[1], strict=True):
+            if array.tobytes() != values.tobytes():  # else it may be one that cannot be written to
+                array[...] = values
+        restore()
+
+
+def _held(root: nn.Module, deep: int = 0) -> list[Any]:
+    """What the modules keep, and what is in it: in containers, and in objects, down to as many
+    objects within each other as ``deep``.
+    """
+    found: dict[int, Any] = {}
+    left = [
+        (v, deep) for m in root.modules() for k, v in vars(m).items() if k not in _NOT_THE_USERS
+    ]
+    while left and len(found) < MOST:
+        value, more = left.pop()
+        if id(value) in found or type(value) in PLAIN:
+            continue
+        found[id(value)] = value
+        held: Iterable[Any] = ()
+        if isinstance(value, CONTAINERS):
+            held = value.values() if isinstance(value, dict) else value
+            held = held if len(value) <= MOST else ()
+        elif more and (attributes := _attributes(value)) is not None:
+            held, more = attributes.values(), more - 1
+        left += [(v, more) for v in held]
+    return [*found.values()]
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that is no tensor, module, function or container."""
+    if isinstance(value, (torch.Tensor, nn.Module, *CALLED, *CONTAINERS)):
+        return None
+    held = getattr(value, "__dict__", None)
+    return held if isinstance(held, dict) else None
 
 
 @contextmanager
@@ -104,11 +163,21 @@ def restored_globals(root: nn.Module) -> Iterator[None]:
     kinds = (torch.Tensor, nn.Module, ModuleType, *CONTAINERS)
     objects = (v for v in found.values() if not isinstance(v, kinds))
     held: list[Any] = [d for v in objects if type(d := getattr(v, "__dict__", None)) is dict]
-    held += [v for v in found.values() if isinstance(v, (dict, list, deque)) and len(v) <= MOST]
-    before: list[Any] = [dict(v) if isinstance(v, dict) else list(v) for v in held]
+    restore = _numbers_in([*held, *found.values()])
     try:
         yield
     finally:
+        restore()
+
+
+def _numbers_in(values: Iterable[Any]) -> Callable[[], None]:
+    """A function that restores the numbers in those of ``values`` that are lists and dicts, and
+    takes traced values out of them.
+    """
+    held = [v for v in values if isinstance(v, (dict, list, deque)) and len(v) <= MOST]
+    before: list[Any] = [dict(v) if isinstance(v, dict) else list(v) for v in held]
+
+    def restore() -> None:
         for now, old in zip(held, before, strict=True):
             if isinstance(now, dict):
                 for key in [k for k, v in now.items() if v is not old.get(k) and _passes(v)]:
@@ -119,6 +188,8 @@ def restored_globals(root: nn.Module) -> Iterator[None]:
             elif any(map(_passes, list(now)[len(old) :])):
                 now.clear()
                 now.extend(old)
+
+    return restore
 
 
 def _passes(value: Any) -> bool:

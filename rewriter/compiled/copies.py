@@ -138,8 +138,10 @@ class _Copier:
             self.done[id(old)] = copied
             copied.extend(self.value(v) for v in old)
             return copied
-        if kind in (set, collections.deque):
-            return kind(self.value(v) for v in old)
+        if kind is set:
+            return {self.value(v) for v in old}
+        if kind is collections.deque:
+            return collections.deque(map(self.value, old), old.maxlen)
         if kind is tuple:
             return tuple(self.value(v) for v in old)
         if isinstance(old, types.MethodType) and isinstance(old.__self__, nn.Module):

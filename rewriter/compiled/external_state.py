@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -21,7 +20,7 @@ from torch import nn
 
 from recast.rewriter.capture.layers import torch_layer
 
-from .object_contents import CALLED, CONTAINERS, PLAIN, Absent, attributes, field
+from .object_contents import PLAIN, Absent, attributes, field
 from .value_checks import Every, Fields, Held, Method, ProcessLocal, Same, ValueCheck, contents
 
 
@@ -46,28 +45,6 @@ class BakedValue:
         """The key by which several traces share one check."""
         one_of_many = id(self.check.value) if isinstance(self.check, Held) else 0
         return self.kind, self.owner, self.name, one_of_many
-
-
-@contextmanager
-def restored_objects(root: nn.Module) -> Iterator[None]:
-    """Restores, at the end, the attributes of the model's own objects. Containers are copied
-    together with a model; other objects are shared, and ``forward`` may write to them.
-    """
-    held = [
-        vars(value)
-        for module in root.modules()
-        for value in vars(module).values()
-        if not isinstance(value, (torch.Tensor, nn.Module, *CALLED, *CONTAINERS))
-        and isinstance(getattr(value, "__dict__", None), dict)
-    ]
-    before = [dict(attributes) for attributes in held]
-    try:
-        yield
-    finally:
-        for attributes, old in zip(held, before, strict=True):
-            for name in [k for k in attributes if k not in old]:
-                del attributes[name]
-            attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
 
 
 # ---------------------------------------------------------------- asking again
