@@ -129,9 +129,8 @@ def _rewrite_layers(match: Match, build: Build) -> list[Node]:
     names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
     lasts = []
     for layer in range(module.num_layers):
-        if layer:  # no effect now, but the user may set it later
-            flags = [build.get(f"{found.path}.{name}") for name in ("dropout", "training")]
-            x = build.call(F.dropout, x, *flags)
+        if layer:  # the layers may draw here, though with 0.0 they do not
+            x = build.call(F.dropout, x, 0.0, build.get(f"{found.path}.training"))
         params: list[Node | None] = [build.get(f"{found.path}.{n}_l{layer}") for n in names]
         params += [None] * (4 - len(params))
         h = None if start is None else build.call(torch.select, start, 0, layer)

@@ -8,12 +8,12 @@ time of anything else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _module
+from torch.nn.modules.batchnorm import _NormBase
 
 from recast.rewriter.capture.layers import torch_layer
 from recast.rewriter.capture.trace import Traced
@@ -66,10 +66,9 @@ class Assumptions:
             s for path, module in free.items() for s in external_state.settings(path, module, read)
         ]
         self.settings = tuple(
-            (itemgetter(*names), held, itemgetter(*names)(held), path)
-            for names, held, path in baked
+            (_values(names, held), names, held, path) for names, held, path in baked
         )
-        self.present = tuple(_present(modules, graphs, traced))
+        self.present = (*_present(modules, graphs, traced), *_statistics(free))
         reads = {(p, n): v for t in traced for p, n, v in t.reads}
         everything = {t.key: t for one in traced for t in one.taken}
         asked: tuple[external_state.Check, ...] = (
@@ -128,13 +127,20 @@ class Assumptions:
         for held, forward, path in self.forwards:
             if held.get("forward") is not forward and not external_state.ours(held):
                 return f"{path}.forward was changed"
-        for ask, held, before, path in self.settings:
-            if not alike(ask(held), before):
-                return f"a setting of {path} was {before} and is now {ask(held)}"
+        for before, names, held, path in self.settings:
+            now = _values(names, held)
+            if not alike(now, before):
+                was, now = next(p for p in zip(before, now, strict=True) if not alike(*p))
+                return f"a setting of {path} was {was} and is now {now}"
         for slots, name, path in self.present:
             if name in slots and slots[name] is None:
                 return f"{path} is None"
         return external_state.changed(self.settled)
+
+
+def _values(names: tuple[str, ...], held: dict[str, Any]) -> tuple[Any, ...]:
+    """What a layer has under these names; a setting that becomes a module is no longer there."""
+    return tuple(held.get(name, Absent) for name in names)
 
 
 def _present(
@@ -153,6 +159,15 @@ def _present(
         for slots in held:  # TorchScript's are no dicts
             if isinstance(slots, dict) and slots.get(name) is not None:
                 yield slots, name, path
+
+
+def _statistics(modules: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The statistics of normalizations, without which they count and normalize in another way."""
+    for path, module in modules.items():
+        if isinstance(module, _NormBase) and torch_layer(type(module)):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module._buffers, name, f"{path}.{name}"
 
 
 def _is_settled_by_identity(check: external_state.Check) -> bool:
@@ -201,7 +216,7 @@ def _links(
     seen: set[tuple[int, str]] = set()
     for path, module in modules.items():
         inside = _is_inside(path, called, or_is_one=False)
-        if not path or inside or (path not in called and _is_of_layer(path, modules)):
+        if not path or inside:
             continue
         parent, _, key = path.rpartition(".")
         slots = modules[parent]._modules if parent in modules else None

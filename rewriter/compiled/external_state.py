@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -193,6 +193,7 @@ _UNREAD = frozenset({
     "affine", "elementwise_affine", "in_channels", "out_channels", "embed_dim", "kdim", "vdim",
     "head_dim", "input_size", "hidden_size", "num_parameters", "eps", "momentum", "p",
 })  # fmt: skip
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)  # as an activation
 _ITERATED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LISTED = (nn.ParameterList, nn.ParameterDict)
 
@@ -233,13 +234,13 @@ def settings(
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         unread = "norm_type" if held.get("max_norm") is None else ""
         names = tuple(name for name in _SETTINGS if name in held and name != unread)
-        fixed = held.get("padding_idx", 0) is None and f"{path}.padding_idx" not in read
+        fixed = "padding_idx" in held and f"{path}.padding_idx" not in read
         names += ("padding_idx",) if fixed else ()
     elif torch_layer(type(module)):
         names = tuple(
             name
             for name, value in held.items()
-            if isinstance(value, (int, float, str, tuple, type(None)))
+            if isinstance(value, (int, float, str, tuple, type(None), *_FUNCTIONS))
             and not name.startswith("_") and name not in _UNREAD and f"{path}.{name}" not in read
         )  # fmt: skip
     else:
