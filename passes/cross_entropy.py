@@ -189,6 +189,9 @@ def _layer(logits: Node, last: Node, deep: bool, root: nn.Module) -> Layer | Mis
     x, weight, turned, bias = read
     if bias is not None and (scales or added is not None):
         return None
+    given, whole = spec_of(x), spec_of(logits)
+    if given is None or whole is None or given.dtype != whole.dtype:
+        return None  # autocast, or a number that widens the product
     bias = bias if added is None else added
     return Layer(x, weight, turned, bias, minus, tuple(scales[::-1]), tuple(nodes[:0:-1]))
 

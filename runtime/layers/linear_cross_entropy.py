@@ -12,8 +12,8 @@ as the gradient of the result only scales them. For a loss of each row the logit
 Rows without a class (of BERT4Rec most are) are left out, unless one holds NaN or infinity: those
 would reach torch's gradients.
 
-2048 rows of 64 and 50,000 classes train in 0.4 of the time, one thread; with classes for 15 % of the
-rows, 10,000 classes train in a fifteenth.
+2048 rows of 64 and 50,000 classes train in 0.4 of the time, one thread; 10,000 classes, for 15 % of
+the rows, in a fifteenth.
 """
 
 from __future__ import annotations

@@ -105,7 +105,13 @@ def _scaled_with_bias(m: Parts, x: Tensor, y: Tensor) -> Tensor:
     return m.loss((x[:, 0] @ m.matrix + m.bias) / 0.07, y[:, 0])
 
 
+def _widened(m: Parts, x: Tensor, y: Tensor) -> Tensor:
+    logits = x[:, 0].float() @ m.matrix.float()
+    return m.loss(logits / m.heat.unsqueeze(0) + m.bias, y[:, 0])
+
+
 LOSSES: dict[str, Form] = {
+    "wider numbers": _widened,
     "few classes": lambda m, x, y: m.loss(m.few(x[:, 0]), y[:, 0] % 7),
     "read elsewhere": _read_elsewhere,
     "written to": _written_to,
