@@ -9,13 +9,16 @@ captured graph does not take, such as another width of a layer's input, need no 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recast.errors import VerifyError
 
@@ -166,11 +169,34 @@ class _Trial:
         """The value of each node, its tensors without their memory."""
         live = live_copy(self.root, self.training)
         vars(live)["_recast_constants"] = constants(self.root)
+        shapes = _Shapes(live, self.graph)
+        if _on_gpu(inputs):
+            # A position behind its table would end all work on a GPU: nothing is computed there.
+            with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+                shapes.run(
+                    *(fake.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in inputs)
+                )
+            return shapes.seen
         generators = generators_of(self.root)
         with restored_tensors(self.root), same_random_numbers(*generators), torch.no_grad():
-            shapes = _Shapes(live, self.graph)
             shapes.run(*inputs)
         return shapes.seen
+
+
+def _on_gpu(inputs: list[Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and not v.is_cpu for v in inputs)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of shapes that do not fit."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Shapes(fx.Interpreter):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recast
+from recast.rewriter import assumed_sizes
 
 Sizes = tuple[int, ...]
 Form = Callable[..., Tensor]
@@ -128,6 +129,24 @@ def test_other_sizes_are_right_and_never_silent(name: str, training: bool) -> No
         said = [str(w.message) for w in told if issubclass(w.category, recast.RecastWarning)]
         assert bool(said) is (size is others and name in ASSUMED), said
         assert all("in the example" in text for text in said)
+
+
+@pytest.mark.parametrize("name", ["mean", "dice", "attention", "contraction"])
+def test_on_a_gpu_nothing_is_computed_to_find_them(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An index out of its table, in a history that is too long, would end all work there."""
+    form, sizes, others = FREE.get(name) or ASSUMED[name]
+    plain = Net(form).double()
+    monkeypatch.setattr(assumed_sizes, "_on_gpu", lambda inputs: True)
+    monkeypatch.setattr(assumed_sizes, "restored_tensors", None)  # is not called
+    fast = recast.optimize(copy.deepcopy(plain), example=batch(plain, name, sizes), strict=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", recast.RecastWarning)
+        ours = _results(fast, batch(plain, name, others))
+    torch.testing.assert_close(ours, _results(plain, batch(plain, name, others)))
+    assert bool(told) is (name in ASSUMED)
+    assert not capfd.readouterr().err
 
 
 def test_two_examples_cover_any_length() -> None:
