@@ -184,6 +184,14 @@ class Runner:
         if case.asks is not None and not self._answers(case, leaves):
             self.warn("control flow that depends on values goes another way than in the example")
             return self.plain(args, kwargs)
+        other = None if self.spread else signature.other_kind(leaves)
+        if other is not None:
+            try:
+                result = self.plain(args, kwargs)
+            except Exception as error:
+                raise self._said_by(case, leaves, held, ordered) or error from None
+            self.warn(other)
+            return result
         snapshot = None
         if case.undo is not None and not compiling:
             snapshot = case.undo.snapshot(self.root, leaves)
@@ -198,6 +206,18 @@ class Runner:
                 raise
         self.warn(plain)
         return self.plain(args, kwargs)
+
+    def _said_by(
+        self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...]
+    ) -> RecastError | None:
+        """What the graph says is wrong with inputs that the plain forward refuses: it says more."""
+        try:
+            self._run(case, leaves, held, ordered, False)
+        except RecastError as error:
+            return error
+        except Exception:
+            return None
+        return None
 
     def compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call where torch.compile has stopped, on ranks, and takes up what is between

@@ -109,17 +109,8 @@ class Signature:
                     "the arguments have another structure, or other constants, than the example"
                     f" ({self._differs(ordered)})",
                 )
-        dtypes = tuple(
-            map(_dtype_of, leaves[: len(self.dtypes)])
-        )  # at each call: as fast as it gets
-        if dtypes != self.dtypes:
-            if self.strict_dtypes:
-                return leaves, (
-                    "the inputs have other dtypes than the example, and forward reads dtypes"
-                )
-            for now, then, label in zip(dtypes, self.dtypes, self.labels, strict=True):
-                if _kind(now) != _kind(then):
-                    return leaves, f"{label} is {now}, and was {then} in the example"
+        if self.strict_dtypes and not self._has_dtypes(leaves):
+            return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
         for k, sizes in self.fixed:
             shape = leaves[k].shape
             for dim, size in sizes:
@@ -136,6 +127,20 @@ class Signature:
             if not leaves[k].numel() and (told := _other_size(leaves[k], sizes, only=0)):
                 return leaves, f"{self.labels[k]} {told}"
         return leaves, None
+
+    def _has_dtypes(self, leaves: Sequence[Any]) -> bool:
+        return tuple(map(_dtype_of, leaves[: len(self.dtypes)])) == self.dtypes
+
+    def other_kind(self, leaves: Sequence[Any]) -> str | None:
+        """Which of the flat inputs means something else than in the example: a mask, not ids, say.
+        Asked at each call.
+        """
+        if self._has_dtypes(leaves):
+            return None
+        for leaf, then, label in zip(leaves, self.dtypes, self.labels, strict=False):
+            if _kind(leaf.dtype) != _kind(then):
+                return f"{label} is {leaf.dtype}, and was {then} in the example"
+        return None
 
     def other_size(self, leaves: Sequence[Any]) -> str | None:
         """Which of the flat inputs has, in one dimension, another size than both examples had."""
