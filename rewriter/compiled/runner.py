@@ -184,7 +184,7 @@ class Runner:
         if case.asks is not None and not self._answers(case, leaves):
             self.warn("control flow that depends on values goes another way than in the example")
             return self.plain(args, kwargs)
-        other = None if self.spread else signature.other_kind(leaves)
+        other = None if self.spread or compiling else signature.other_kind(leaves)
         if other is not None:
             try:
                 result = self.plain(args, kwargs)
@@ -204,8 +204,9 @@ class Runner:
             )  # fmt: skip
             if plain is None or self.spread:
                 raise
-        self.warn(plain)
-        return self.plain(args, kwargs)
+        result = self.plain(args, kwargs)
+        self.warn(plain)  # not before: it may refuse these arguments, too
+        return result
 
     def _said_by(
         self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...]

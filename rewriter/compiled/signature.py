@@ -109,7 +109,7 @@ class Signature:
                     "the arguments have another structure, or other constants, than the example"
                     f" ({self._differs(ordered)})",
                 )
-        if self.strict_dtypes and not self._has_dtypes(leaves):
+        if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
         for k, sizes in self.fixed:
             shape = leaves[k].shape
@@ -124,18 +124,17 @@ class Signature:
             if 1 in leaves[k].shape and (told := _other_size(leaves[k], sizes, only=1)):
                 return leaves, f"{self.labels[k]} {told}"
         for k, sizes in self.alike:  # the mean of no items is no number, their sum is zero
-            if not leaves[k].numel() and (told := _other_size(leaves[k], sizes, only=0)):
-                return leaves, f"{self.labels[k]} {told}"
+            if not leaves[k].numel():
+                told = _other_size(leaves[k], [(d, n) for d, n in sizes if d], only=0)
+                if told is not None:  # and there may well be no samples
+                    return leaves, f"{self.labels[k]} {told}"
         return leaves, None
-
-    def _has_dtypes(self, leaves: Sequence[Any]) -> bool:
-        return tuple(map(_dtype_of, leaves[: len(self.dtypes)])) == self.dtypes
 
     def other_kind(self, leaves: Sequence[Any]) -> str | None:
         """Which of the flat inputs means something else than in the example: a mask, not ids, say.
         Asked at each call.
         """
-        if self._has_dtypes(leaves):
+        if tuple(map(_dtype_of, leaves[: len(self.dtypes)])) == self.dtypes:
             return None
         for leaf, then, label in zip(leaves, self.dtypes, self.labels, strict=False):
             if _kind(leaf.dtype) != _kind(then):

@@ -130,7 +130,7 @@ def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
         ([{"name": "a", "rows": 3}], "no 'dim'"),
         ([{"name": "a", "rows": 3, "dim": 4, "colour": 1}], "unknown key 'colour'"),
         ([{"name": "a", "rows": "3", "dim": 4}], r"tables\[0\].rows"),
-        ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], "cannot be"),
+        ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], "cannot have types"),
     ],
 )
 def test_wrong_tables(run: Run, tables: Any, said: str) -> None:
