@@ -242,9 +242,9 @@ class Backward:
         if _unread(grad):
             dead = dead | (flat < 0) | (flat >= len(call.weight(k)))
             flat = flat.masked_fill(dead, 0)
-        products = grad.index_select(0, bag.clamp(max=len(grad) - 1)) * F.embedding(
-            flat, call.weight(k)
-        )
+        # The padding gets no gradient here either, where this is differentiated itself.
+        rows = F.embedding(flat, call.weight(k), padding_idx=self.padding(k))
+        products = grad.index_select(0, bag.clamp(max=len(grad) - 1)) * rows
         out = products.sum(1).to(call.weight(k).dtype)
         return out.masked_fill(dead, 0).reshape(ids.shape)
 

@@ -385,6 +385,8 @@ def _is_torchs(call: Call) -> bool:
     table = call.weights[0]
     if not all(call.whole) or any(call.layout.sparse) or call.stacks or device.forced():
         return False
+    if any(w is not None for w in call.per_sample_weights):
+        return False  # its bag of weighted rows has no second derivative
     if not table.is_cpu or embedding_cuda.serving(table) is not None:
         return False
     return sum(ids.numel() for ids in call.ids) <= _MOST_IDS

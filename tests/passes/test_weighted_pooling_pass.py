@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +107,25 @@ def test_under_autocast_the_result_has_the_dtype_of_the_plain_one(form: str) -> 
         want, got = model(ids, weights.float()), fast(ids, weights.float())
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("form", ["product", "einsum", "masked and normalised"])
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_gradient_penalty(form: str, padding: int | None, trained: bool) -> None:
+    plain = Model(WEIGHED[form], padding_idx=padding)
+    plain.scale.requires_grad_(trained)
+    batches = [(ids, weights.float()) for ids, weights in BATCHES]
+    fast = optimized(copy.deepcopy(plain), batches)
+    assert fired(fast)["pool-sequences"] == 1, journal(fast).missed
+    for ids, weights in batches:
+        upstream = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(2))
+        found = []
+        for model in (plain, fast):
+            model.zero_grad()
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            out = model(ids, weights).tanh() * upstream
+            grads = torch.autograd.grad(out.sum(), parameters, create_graph=True)
+            sum((g.square() * (k + 1)).sum() for k, g in enumerate(grads)).backward()
+            found.append([torch.as_tensor(p.grad) for p in parameters])
+        torch.testing.assert_close(found[1], found[0])
