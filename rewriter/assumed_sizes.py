@@ -33,7 +33,7 @@ from .pipeline import Context, Fuel, Pass
 
 Place: TypeAlias = "tuple[int, int]"  # an input, and one of its dimensions
 Specs: TypeAlias = "list[Any]"  # one for each node of a graph
-_TIED = 6  # inputs of one size, at most, of which it is found out which have it in common; sizes
+_TIED = 6  # inputs of one size that are tried apart, and sizes in the place of one: more take long
 
 
 @dataclass
