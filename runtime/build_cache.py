@@ -73,8 +73,8 @@ def prune() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else somebody writes
         entries, stale = sorted(_entries()), time.time() - _STALE
         total = sum(entry.size for entry in entries)
-        for used, size, path in entries:
-            if total > LIMIT and used < stale:
+        for last, size, path in entries:
+            if total > LIMIT and last < stale:
                 total -= size
                 _remove(path)
             elif path.is_dir():

@@ -1,7 +1,7 @@
 """Cases in which a graph raises but the plain forward would not; checked only then, at no cost.
 
-For example ids with another number of dimensions than in the example, a buffer that was set to
-None, or an id outside its table in a forward that catches IndexError.
+For example ids of another size or number of dimensions than in the example, a buffer that was set
+to None, or an id outside its table in a forward that catches IndexError.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _mask(ids: Tensor) -> Tensor:
     return (ids != 0).unsqueeze(-1)
 
 
-# a form, the sizes of its inputs in the example, those of another batch; -1: ids of three sizes
+# a form, the sizes of its inputs in the example, and those of another batch
 FREE: dict[str, tuple[Form, Sequence[Sizes], Sequence[Sizes]]] = {
     "mean": (lambda m, i: m.padded(i).mean(1), [(6, 10)], [(6, 4)]),
     "mean of a part": (lambda m, i: m.padded(i[:, 1:]).mean(1), [(6, 10)], [(5, 12)]),
