@@ -122,7 +122,7 @@ void build(const Piece& piece, size_t table, int64_t rows, int64_t first, int64_
            Entry* entries, Source* sources, uint32_t source_base, Fault& fault) {
   for (int64_t bag = first; bag < last; ++bag) {
     const int64_t start = bag_start(piece, bag), end = bag_start(piece, bag + 1);
-    if (start < 0 || end < start || end > piece.n_ids) {
+    if (start < 0 || (bag == 0 && start > 0) || end < start || end > piece.n_ids) {
       return fault.bad_offsets({table, source_base, bag});
     }
     float factor = piece.factor;
@@ -412,7 +412,6 @@ void Plan::sort_all() {
       const auto ignore = [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) to[i] = {static_cast<uint32_t>(table.rows), 0};
       };
-      ignore(0, std::clamp<int64_t>(bag_start(piece, 0), 0, piece.n_ids));
       ignore(std::clamp<int64_t>(bag_start(piece, piece.n_bags), 0, piece.n_ids), piece.n_ids);
       const int64_t blocks = threads;
       parallel_static(threads, blocks, [&](int64_t block, int) {

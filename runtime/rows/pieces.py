@@ -200,7 +200,7 @@ def _entries(piece: Piece, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor
         if bounds.numel() == n_bags:
             bounds = torch.cat([bounds, bounds.new_full((1,), ids.numel())])
         sizes = bounds.diff()
-        if (sizes < 0).any() or bounds[0] < 0 or bounds[-1] > ids.numel():
+        if (sizes < 0).any() or (n_bags and bounds[0] != 0) or bounds[-1] > ids.numel():
             raise row_kernel.offsets_error()
         bags = bags.repeat_interleave(sizes)
         ids = ids[: bags.numel()]

@@ -81,9 +81,9 @@ def test_an_id_outside_the_table(bad: int, kernel: str) -> None:
         merge([even], (50_000, WIDTH), torch.float32, CPU)
 
 
-@pytest.mark.parametrize(("bag", "bad"), [(0, -1), (40, 2**40), (41, 30), (89, 271)])
+@pytest.mark.parametrize(("bag", "bad"), [(0, -1), (0, 1), (40, 2**40), (41, 30), (89, 271)])
 def test_offsets_that_do_not_fit(bag: int, bad: int, kernel: str) -> None:
-    """Below 0, behind the ids, and smaller than the one before."""
+    """Below 0, not from the first id on, behind the ids, and smaller than the one before."""
     _, ragged = drawn("random", 50_000, 90, 3)
     assert ragged.offsets is not None
     ragged.offsets[bag] = bad
