@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import nn
+
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
 from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.capture.guards import without
 from recast.rewriter.compiled import entries
 from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.report.journal import Fired, Journal, Raised
+from recast.rewriter.report.journal import Fired, Journal, Missed, Raised
 from recast.rewriter.report.report import Report
 from recast.runtime import checked, device
 from recast.runtime.plan import single
@@ -27,6 +29,8 @@ from .ir import Graph
 from .pipeline import Context, Fuel, Pass
 from .report import output
 from .spread import model as spread
+
+_TORCHS_OWN = "called alone, outside of a graph, torch's own layer is as fast and runs as it is"
 
 entries.same = same.same_items
 entries.watch = same.WatchedDicts
@@ -139,15 +143,19 @@ def _link(
         guards, asks = without(traced[mode].guards, traced[mode].asks, context.whole)
         traced[mode] = replace(traced[mode], guards=guards, asks=asks)
         counts.append((journal.lookups_found, journal.lookups_fused))
-        journal.fired[:] = _once(journal.fired)
+        journal.fired[fired:] = _once(journal.fired[fired:])
     journal.lookups_found = max(found for found, _ in counts)
     journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
     own = slice(fired, len(journal.fired)), journal.lookups_fused - start[1]
     for path, part in list(captured.parts.items()):
-        known = len(journal.fired)
+        known, fused = len(journal.fired), journal.lookups_fused
         linked = _link(part, passes, journal, fuel, strict, after)
-        if path in captured.optional and not any(e.saves for e in journal.fired[known:]):
+        gains = journal.fired[known:]
+        if not any(e.saves for e in gains) and (path in captured.optional or _lone(part, gains)):
             del captured.parts[path], journal.fired[known:]
+            journal.lookups_fused = fused
+            for e in gains:
+                journal.miss(Missed(e.rule, part.prefix or path, _TORCHS_OWN, e.where))
             continue
         captured.root.set_submodule(path, linked)
     compiled = Compiled(replace(captured, traced=traced, signature=signature), graphs)
@@ -166,6 +174,13 @@ def _link(
     del journal.fired[own[0]]  # the captured graph runs instead: these rewrites are undone
     journal.lookups_fused -= own[1]
     return Compiled(captured, captured.graphs)
+
+
+def _lone(part: Captured, fired: Sequence[Fired]) -> bool:
+    """Whether a part is one lookup without pooling, which torch's own layer does as fast."""
+    return isinstance(part.root, nn.Embedding) and all(
+        e.rule == library.GroupEmbeddings.name for e in fired
+    )
 
 
 def _once(fired: list[Fired]) -> list[Fired]:

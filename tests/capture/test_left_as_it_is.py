@@ -33,9 +33,9 @@ def ids(rows: int) -> Tensor:
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(20, 4)
+        self.table = nn.Embedding(rows, 4)
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,9 +45,9 @@ class Encoder(nn.Module):
 class AsksInside(nn.Module):
     """Not captured whole; a table of a captured part is also read from outside that part."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 70_000) -> None:
         super().__init__()
-        self.encoder = Encoder()
+        self.encoder = Encoder(rows)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.encoder(x)

@@ -159,9 +159,9 @@ def test_flags_go_with_their_lookups_when_tables_part() -> None:
 class OneRowNormed(nn.Module):
     """Its batch norm does not take one row in train mode, so it is captured in part."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: nn.Module) -> None:
         super().__init__()
-        self.e, self.norm = nn.Embedding(ROWS, DIM), nn.BatchNorm1d(DIM)
+        self.e, self.norm = table, nn.BatchNorm1d(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.e(x))
@@ -169,7 +169,25 @@ class OneRowNormed(nn.Module):
 
 
 def test_a_part_does_not_claim_that_it_knows_the_other_readers() -> None:
-    fired = recast.explain(OneRowNormed(), example=torch.tensor([3])).journal.fired
+    bags = OneRowNormed(nn.EmbeddingBag(ROWS, DIM))
+    fired = recast.explain(bags, example=torch.tensor([[3, 4]])).journal.fired
     (told,) = (e for e in fired if e.rule == "group-embeddings")
     assert told.what.endswith("dense gradients of 1, which may be read elsewhere too")
     assert told.saves is None
+
+
+def test_a_lookup_alone_in_its_part_is_left_to_torch() -> None:
+    """Its call costs more than the lookup, and saves nothing."""
+    report = recast.explain(OneRowNormed(nn.Embedding(ROWS, DIM)), example=torch.tensor([3]))
+    assert report.to_dict()["lookups"] == {"found": 1, "fused": 0}
+    assert not report.journal.fired
+    (told,) = (e for e in report.journal.missed if e.rule == "group-embeddings")
+    assert told.node == "e"
+    assert told.why.startswith("called alone, outside of a graph, torch's own layer is as fast")
+
+
+def test_a_lookup_alone_whose_dense_gradient_is_saved() -> None:
+    rows = embeddings.SMALL // DIM + 1
+    report = recast.explain(OneRowNormed(nn.Embedding(rows, DIM)), example=torch.tensor([3]))
+    (told,) = (e for e in report.journal.fired if e.rule == "group-embeddings")
+    assert told.saves == "1.05 MB of dense gradient a step"
