@@ -18,7 +18,7 @@ static inline float peak(const float* x, int64_t count) {
     for (Vector& v : high) v = v == v ? v : Vector{} - kInfinity;
     for (j = 4 * kLanes; j + 4 * kLanes <= count; j += 4 * kLanes)
       for (int s = 0; s < 4; ++s) {
-        const Vector& v = at(x + j + s * kLanes);
+        const Vector v = at(x + j + s * kLanes);
         high[s] = v > high[s] ? v : high[s];
       }
     const Vector one = high[0] > high[1] ? high[0] : high[1];
