@@ -3,7 +3,9 @@ that it could affect.
 
 Every value has roots: the values whose memory it may use. An operation known to allocate its result
 is its own root; any other may pass on the memory of each of its inputs. Inputs of the graph,
-parameters and buffers may alias each other, so they share one root, :data:`OUTSIDE`.
+parameters and buffers may alias each other, so they share one root, :data:`OUTSIDE`. A table whose
+rows are rewritten as they are looked up (``max_norm``) is a root besides, by its id, of all that
+reads it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from torch.nn import functional as F
 from recast.rewriter.capture.opaque_calls import OpaqueCall
 
 from .ir import Graph, Node, Spec, note
-from .order import foreign, writes, written
+from .order import foreign, renormalised, writes, written
 
 OUTSIDE = None
-Roots: TypeAlias = frozenset["Node | None"]
+Roots: TypeAlias = frozenset["Node | int | None"]
 
 _FRESH = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
@@ -51,20 +53,30 @@ _FRESH_MODULES = (
 def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
     """The roots of every value of ``graph``."""
     found: dict[Node, Roots] = {}
+    tables = {id(t) for n in graph.nodes if (t := renormalised(n, root)) is not None}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            found[node] = frozenset((OUTSIDE,))
+            found[node] = frozenset((OUTSIDE,)) | _read(node, root, tables)
         elif fresh(node, root):
-            found[node] = frozenset((node,))
+            found[node] = frozenset((node,)) | _read(node, root, tables)
         else:
             inputs = [found[n] for n in node.all_input_nodes if n in found]
-            found[node] = frozenset((node,)).union(*inputs)
+            found[node] = frozenset((node,)).union(*inputs) | _read(node, root, tables)
     return found
+
+
+def _read(node: Node, root: nn.Module, tables: set[int]) -> Roots:
+    """Those of ``tables`` that ``node`` is, or that the module which it calls holds."""
+    if not tables or node.op not in ("get_attr", "call_module"):
+        return frozenset()
+    held = operator.attrgetter(str(node.target))(root)
+    parameters = held.parameters() if isinstance(held, nn.Module) else (held,)
+    return frozenset(tables & set(map(id, parameters)))
 
 
 def fresh(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` is known to allocate its result."""
-    if node.op == "output" or writes(node, root):
+    if node.op == "output" or (writes(node, root) and renormalised(node, root) is None):
         return False
     if node.op == "call_method":
         return node.target in _FRESH_METHODS
@@ -79,6 +91,9 @@ def fresh(node: Node, root: nn.Module) -> bool:
 
 def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:
     """The roots of the memory that ``node``, which writes in place, may write to."""
+    table = renormalised(node, root)
+    if table is not None:
+        return frozenset((id(table),))
     unknown = node.op == "call_module" and foreign(root.get_submodule(str(node.target)))
     if unknown or isinstance(node.target, OpaqueCall):
         return frozenset((OUTSIDE,)).union(*(known[n] for n in node.all_input_nodes))

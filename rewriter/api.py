@@ -185,20 +185,10 @@ def optimize(
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
     chosen = _passes_for(named, ranks, precision)
-    recorded = torch.inference_mode(False)  # gradients are part of the proof
-    with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
-        lent = example is not None and materialise.prepare(model, example)
-        stores = any(isinstance(p, library.QuantiseTables) for p in chosen)
-        if lent and stores:
-            materialise.materialise(model, {})  # it packs the rows that there are
-        try:
-            # A result with tables of its own must not hand them to the user's model.
-            linked = ranks == 1 and not stores
-            captured = capture(model, example, inplace=inplace, linked=linked)
-            compiled = link_what_holds(captured, chosen, strict or passes is not None, ranks)
-        except BaseException:
-            placeholders.remove(model)
-            raise
+
+    lent, captured, compiled = _rewritten(
+        model, example, chosen, ranks, inplace=inplace, strict=strict or passes is not None
+    )
     if optimizer is not None:
         memory.trains(captured.root, optimizer)
     if lent and ranks == 1:
@@ -230,13 +220,41 @@ def optimize(
         told = told or _of_precision(precision, model, compiled, captured, alone=ranks == 1)
         compiled.report.notes.append(told)
     if optimizer is not None:
-        row_optimizer.attach(optimizer, lazy=sparse_semantics == "lazy")
-        row_optimizer.when_full(optimizer, partial(memory.explain_of, weakref.ref(captured.root)))
-        compiled.report.notes.extend(row_optimizer.notes(optimizer))
-        compiled.report.notes.extend(_costs(captured.root, optimizer))
+        _attach(optimizer, compiled, captured, lazy=sparse_semantics == "lazy")
     compiled.report.seconds["total"] = time.perf_counter() - started
     weakref.finalize(compiled, kept_memory.clear).atexit = False
     return compiled if optimizer is None else (compiled, optimizer)
+
+
+def _rewritten(
+    model: nn.Module, example: Any, passes: Sequence[Pass], ranks: int, *, inplace: bool,
+    strict: bool,
+) -> tuple[bool, Captured, Compiled]:  # fmt: skip
+    """``model`` captured, and rewritten; and whether it is on meta, its tables lent for that."""
+    recorded = torch.inference_mode(False)  # gradients are part of the proof
+    with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
+        lent = example is not None and materialise.prepare(model, example)
+        stores = any(isinstance(p, library.QuantiseTables) for p in passes)
+        if lent and stores:
+            materialise.materialise(model, {})  # it packs the rows that there are
+        try:
+            # A result with tables of its own must not hand them to the user's model.
+            linked = ranks == 1 and not stores
+            captured = capture(model, example, inplace=inplace, linked=linked)
+            return lent, captured, link_what_holds(captured, passes, strict, ranks)
+        except BaseException:
+            placeholders.remove(model)
+            raise
+
+
+def _attach(
+    optimizer: torch.optim.Optimizer, compiled: Compiled, captured: Captured, *, lazy: bool
+) -> None:
+    """Let ``optimizer`` step rows, and the report say what it does."""
+    row_optimizer.attach(optimizer, lazy=lazy)
+    row_optimizer.when_full(optimizer, partial(memory.explain_of, weakref.ref(captured.root)))
+    compiled.report.notes.extend(row_optimizer.notes(optimizer))
+    compiled.report.notes.extend(_costs(captured.root, optimizer))
 
 
 def explain(model: nn.Module, **options: Unpack[Options]) -> Report:

@@ -99,6 +99,21 @@ def renormalises(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
+def renormalised(node: Node, root: nn.Module) -> torch.Tensor | None:
+    """The table whose rows ``node`` rewrites as it looks them up (``max_norm``)."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return module._parameters["weight"] if renormalises(module) else None
+    if node.target not in (F.embedding, F.embedding_bag):
+        return None
+    limit = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    table = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    if limit is None or not isinstance(table, Node) or table.op != "get_attr":
+        return None
+    found = operator.attrgetter(str(table.target))(root)
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def declare_random(function: Callable[..., Any]) -> None:
     """State that a call of ``function``, which a pass writes into graphs, draws random numbers."""
     _RANDOM.add(function)
@@ -135,6 +150,8 @@ def writes(node: Node, root: nn.Module) -> bool:
         given = node.args[at] if at < len(node.args) else node.kwargs.get("inplace", False)
         if given is not False or node.kwargs.get("out") is not None:
             return True
+        if renormalised(node, root) is not None:
+            return True
         return target in OUT_OF_PLACE or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_method":
         name = str(node.target)
@@ -143,7 +160,7 @@ def writes(node: Node, root: nn.Module) -> bool:
         return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return foreign(module) or bool(getattr(module, "inplace", False))
+        return foreign(module) or bool(getattr(module, "inplace", False)) or renormalises(module)
     return False
 
 
@@ -175,8 +192,6 @@ def movable(node: Node, root: nn.Module) -> bool:
 def droppable(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` may be erased when it has no users: movable, and without own state."""
     if node.op in ("placeholder", "output"):
-        return False
-    if node.op == "call_module" and renormalises(root.get_submodule(str(node.target))):
         return False
     if keeps_statistics(node, root):
         return False

@@ -92,6 +92,7 @@ def _home(node: Node, root: nn.Module) -> str | None:
     """The new tensor of this graph that ``node`` writes to: empty, or read by nothing else."""
     home = node.args[0] if node.args else None
     elsewhere = isinstance(node.target, OpaqueCall) or node.kwargs.get("out") is not None
+    elsewhere = elsewhere or order.renormalised(node, root) is not None
     if not isinstance(home, Node) or elsewhere or is_call(node, torch._assert):
         return None
     alone = sole_user(home) is node and alias.fresh(home, root)

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph, Node, note
-from recast.rewriter.order import draws, keeps_statistics, writes
+from recast.rewriter.order import draws, keeps_statistics, renormalised, writes
 
 from .dynamic_sizes import Sizes
 from .layer_shapes import SAME_SHAPE, Layer, stand_in_for, zeros
@@ -266,7 +266,7 @@ def target(node: Node, tracer: Tracer) -> Node | None:
         known = node.op in ("call_function", "call_method") and not isinstance(
             node.target, OpaqueCall
         )
-        write = known and writes(node, tracer.root)
+        write = known and writes(node, tracer.root) and renormalised(node, tracer.root) is None
     first = node.args[0] if write and node.args else None
     return first if isinstance(first, Node) else None
 

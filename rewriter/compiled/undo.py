@@ -143,7 +143,7 @@ def _buffers(node: Node, root: nn.Module) -> list[str] | None:
     """The buffers that ``node`` may write to; None if it may write to anything else."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        if order.foreign(module) or order.writes(node, root) or order.renormalises(module):
+        if order.foreign(module) or order.writes(node, root):
             return None
         return [f"{node.target}.{name}" for name, _ in module.named_buffers()]
     if order.writes(node, root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -12,6 +13,8 @@ import torch
 from passkit import calls, fired, journal, misses, same
 from torch import nn
 from torch.nn import functional as F
+
+import recast
 
 ROWS, DIM = 12, 4
 
@@ -307,6 +310,58 @@ def _replaced() -> nn.Module:
         lambda self, x: F.embedding(x, self.weight) * 2, e
     )
     return Forward(lambda m, x: m.e(x), e=e)
+
+
+def _tied() -> nn.Module:
+    """Two modules of one table, the second of which rewrites its rows."""
+    e = table()
+    e.weight.data.uniform_(-0.1, 0.1)
+    clipped = table(max_norm=1.0)
+    clipped.weight = e.weight
+    return Forward(lambda m, x: (m.e(x), m.clipped(x.flip(0)), m.e(x)), e=e, clipped=clipped)
+
+
+def _reads(before: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Forward(
+            lambda m, x: (before(m.e.weight, x), m.e(x.flip(0)), before(m.e.weight, x)),
+            e=table(max_norm=1.0),
+        )
+        model.e.weight.data.uniform_(-0.1, 0.1)  # type: ignore[union-attr,operator]
+        return model
+
+    return make
+
+
+REWRITTEN = {
+    "tied": _tied,
+    "function": _reads(lambda w, x: F.embedding(x, w)),
+    "bags": _reads(lambda w, x: F.embedding_bag(x.unsqueeze(1), w, mode="sum")),
+    "index": _reads(lambda w, x: w[x]),
+    "index_select": _reads(lambda w, x: w.index_select(0, x)),
+    "functions": lambda: Forward(
+        lambda m, x: (
+            F.embedding(x, m.e.weight), F.embedding(x, m.e.weight, None, 1.0),
+            F.embedding(x, m.e.weight),
+        ),
+        e=table(_weight=torch.full((ROWS, DIM), 0.1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", REWRITTEN)
+def test_no_read_crosses_a_lookup_that_rewrites_its_rows(form: str) -> None:
+    """On the example no row is longer than max_norm; later all are."""
+    torch.manual_seed(5)
+    plain = REWRITTEN[form]()
+    fast = recast.optimize(copy.deepcopy(plain), example=ONE)
+    for m in (plain, fast):
+        with torch.no_grad():
+            m.e.weight.mul_(20)  # type: ignore[union-attr,operator]
+    x = ids(8, seed=2)
+    for ours, theirs in zip(fast(x), plain(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(fast.state_dict(), plain.state_dict())
 
 
 def _hooked() -> nn.Module:

@@ -28,7 +28,10 @@ SEQUENTIAL = [
     "DIN", "DIEN", "NPE", "FOSSIL",
 ]  # fmt: skip
 GENERAL = ["BPR", "NeuMF", "ConvNCF", "CDAE", "ENMF", "NAIS", "FISM", "LINE", "NNCF"]
-LOSSES = {"FM", "DeepFM", "AutoInt", "SASRec", "FPMC", "TransRec", "CDAE", "ENMF"}  # both ways
+LOSSES = {  # both ways
+    "FM", "DeepFM", "AutoInt", "SASRec", "FPMC", "TransRec", "CDAE", "ENMF", "GRU4Rec", "NARM",
+    "STAMP", "Caser", "NextItNet", "CORE", "SINE", "LightSANs", "NPE",
+}  # fmt: skip
 GRAPH = ["LightGCN"]  # its forward takes nothing: its loss alone
 
 with without("ray", "thop", "plotly"):
