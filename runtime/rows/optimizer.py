@@ -37,6 +37,8 @@ after_update: list[Callable[[Optimizer], None]] = []  # called after that
 instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step, and then return True
 # Adds to an out-of-memory error of a step how much memory each table takes.
 _EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
+# The gradients of sharded tables that are dense for the time of a step, and whose they are.
+_LENT: WeakKeyDictionary[Optimizer, list[tuple[Tensor, RowGrad]]] = WeakKeyDictionary()
 
 Groups = list[dict[str, Any]]
 
@@ -304,6 +306,23 @@ def _update(optimizer: Optimizer) -> Groups | None:
         raise
 
 
+def _lend(optimizer: Optimizer, parameter: Tensor, grad: RowGrad) -> None:
+    """Let torch step by the dense gradient of a sharded table. Afterwards ``grad`` is put back: the
+    ranks are asked for its norm, also where ``zero_grad(set_to_none=False)`` keeps it.
+    """
+    if optimizer not in _LENT:
+        _LENT[optimizer] = []
+        optimizer.register_step_post_hook(_put_back)
+    _LENT[optimizer].append((parameter, grad))
+
+
+def _put_back(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for parameter, grad in _LENT[optimizer]:
+        if parameter.grad is grad.cell.full:
+            parameter.grad = grad
+    _LENT[optimizer].clear()
+
+
 def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
     """Like ``_update``, one table after the other."""
     moving = _fading(optimizer)
@@ -341,6 +360,8 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
             if grad.lazy:
                 count("dense-step", type(optimizer).__name__)
             parameter.grad = grad.promote()
+            if grad.cell.table is not None:
+                _lend(optimizer, parameter, grad)
         if moved:
             whole.add(index, moved)
     if not done:

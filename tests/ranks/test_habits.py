@@ -82,6 +82,41 @@ def test_accumulation_reduces_once() -> None:
     assert len({float(bias) for bias in run(4, one)}) == 4, "each rank had its own until then"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, lr=0.01, eps=0.1, amsgrad=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, eps=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.01, eps=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.01),
+    ],
+)
+def test_gradients_that_are_kept_as_zeros_are_clipped_as_a_whole(make: Any) -> None:
+    """Some are dense while torch steps; the norm is then asked of all ranks all the same."""
+    model, sizes = Every(), SIZES[2]
+    kept = {"single.weight": "table_wise", "raw": "table_wise"}  # one rank has no row of them
+
+    def trained(net: Any, optimizer: Any, rank: int | None) -> list[float]:
+        norms = []
+        for k in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            step(net, batch(sizes, rank, seed=k), sum(sizes), 1 if rank is None else 2)
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.01)))
+            optimizer.step()
+        return norms
+
+    def one(rank: int) -> list[float]:
+        twin = copy.deepcopy(model)
+        plan = planned(twin, 2, MIXED | kept)
+        fast, optimizer = recast.optimize(twin, make(twin.parameters()), example=EXAMPLE, plan=plan)
+        return trained(fast, optimizer, rank)
+
+    plain = copy.deepcopy(model)
+    wanted = trained(plain, make(plain.parameters()), None)
+    for found in run(2, one):
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
 def test_copies_train() -> None:
     model, sizes = Every(), SIZES[2]
     wanted = gradients(model, sizes)
