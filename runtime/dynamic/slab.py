@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime.dynamic import generation
-from recast.runtime.dynamic.table import DynamicTable
+from recast.runtime.dynamic.table import _TABLES, DynamicTable
 
 _LINE = 64  # bytes
 _HERE = torch.device("cpu")
@@ -118,6 +118,7 @@ def _made(
     tensor = _part(record, first, shape)
     if is_parameter:
         tensor = nn.Parameter(tensor, requires_grad)
+        _TABLES[tensor] = record.table  # at once: an optimizer's copy may be saved before a lookup
     _tell(tensor, record, first)
     return tensor
 

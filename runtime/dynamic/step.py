@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -21,8 +20,7 @@ from recast.runtime.dynamic.slab import hold, reserve
 from recast.runtime.dynamic.table import DynamicTable, any_tables, of
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows import rules as row_rules
-
-_HOOKED: WeakSet[Optimizer] = WeakSet()
+from recast.runtime.rows import state_hooks
 
 
 def tables(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, DynamicTable]]:
@@ -129,7 +127,7 @@ def prepare(optimizer: Optimizer) -> None:
         table.check_gradient(weight)
         if weight.grad is not None:  # the optimizer may have been made after ``optimize``
             check(optimizer, weight, table.name, lazy=lazy, sparse=True)
-        if optimizer not in _HOOKED:
+        if not state_hooks.has(optimizer, _only_stored):
             _check_loaded(optimizer, weight, table)
         _hook(optimizer)
         fresh = table.take_fresh()
@@ -149,7 +147,7 @@ def prepare(optimizer: Optimizer) -> None:
 
 def hook_state(optimizer: Optimizer) -> None:
     """Let ``optimizer``, perhaps made after ``optimize``, save and load its state by row."""
-    if optimizer not in _HOOKED and next(tables(optimizer), None) is not None:
+    if next(tables(optimizer), None) is not None:
         _hook(optimizer)
 
 
@@ -180,11 +178,7 @@ row_optimizer.after_update.append(finish)
 
 
 def _hook(optimizer: Optimizer) -> None:
-    if optimizer in _HOOKED:
-        return
-    _HOOKED.add(optimizer)
-    optimizer.register_state_dict_post_hook(_only_stored)
-    optimizer.register_load_state_dict_pre_hook(_into_slabs)
+    state_hooks.add(optimizer, _only_stored, _into_slabs)
 
 
 def _numbered(

@@ -27,6 +27,7 @@ from recast.errors import CheckpointError, RecastWarning, UsageError
 from recast.runtime.embedding.precision_table import StoredTable
 from recast.runtime.ranks import faults, shards
 from recast.runtime.ranks.shards import ShardedTable
+from recast.runtime.rows import state_hooks
 
 BLOCK = 1 << 26  # bytes sent, written or read at once
 
@@ -299,9 +300,7 @@ class Local:
 
 def hook_optimizer(optimizer: Optimizer) -> None:
     """Let ``optimizer`` save and load the state of placed parameters as one whole."""
-    if state_out not in optimizer._optimizer_state_dict_post_hooks.values():
-        optimizer.register_state_dict_post_hook(state_out)
-        optimizer.register_load_state_dict_pre_hook(state_in)
+    state_hooks.add(optimizer, state_out, state_in)
 
 
 def _numbered(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Any, ShardedTable]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,30 @@ def test_state_for_an_optimizer_that_is_made_afterwards(tmp_path: Path) -> None:
     late.load_state_dict(state)
     with pytest.raises(CheckpointError, match="was loaded into Adagrad before"):
         train(third, late, batches)
+
+
+def pickled(both: Any) -> Any:
+    return pickle.loads(pickle.dumps(both))
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled])
+def test_a_copy_saves_and_loads_its_state_by_row(copies: Any) -> None:
+    """Before it has done a step, too."""
+    fast, _, _, stream = pair()
+    opt = adagrad(fast)
+    batches = [stream.batch(5) for _ in range(3)]
+    train(fast, opt, batches)
+    twin, twins = copies((fast, opt))
+    saved, wanted = twins.state_dict()["state"], opt.state_dict()["state"]
+    torch.testing.assert_close(saved, wanted)
+    held = copy.deepcopy((twin.state_dict(), twins.state_dict()))
+    more = [stream.batch(5) for _ in range(2)]
+    first = train(twin, twins, more)
+    third, thirds = copies((fast, opt))
+    third.load_state_dict(held[0])
+    thirds.load_state_dict(held[1])
+    for a, b in zip(train(third, thirds, more), first, strict=True):
+        close(a, b)
 
 
 def test_the_users_own_model_shares_the_table() -> None:

@@ -135,6 +135,27 @@ def test_copies_train() -> None:
     assert parts == ["rank 0", "rank 1"], "once a file, and not for copies"
 
 
+def test_the_optimizers_of_copies_save_whole_tables() -> None:
+    """Before they have done a step, too."""
+    model = Every()
+
+    def one(rank: int) -> None:
+        twin = copy.deepcopy(model)
+        plan = planned(twin, 2, MIXED)
+        adagrad = torch.optim.Adagrad(twin.parameters())
+        fast, optimizer = recast.optimize(twin, adagrad, example=EXAMPLE, plan=plan)
+        wanted = optimizer.state_dict()["state"]
+        _, copied = copy.deepcopy((fast, optimizer))
+        found = copied.state_dict()["state"]
+        for number, state in wanted.items():
+            for name, value in state.items():
+                assert type(found[number][name]) is type(value)
+                assert found[number][name].shape == value.shape
+        copied.load_state_dict(copied.state_dict())
+
+    run(2, one)
+
+
 def test_frozen_parameters() -> None:
     model, sizes = Every(), SIZES[2]
     frozen = ("ragged.weight", "bottom.0.weight", "raw")
