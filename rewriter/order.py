@@ -103,7 +103,7 @@ def renormalised(node: Node, root: nn.Module) -> torch.Tensor | None:
     """The table whose rows ``node`` rewrites as it looks them up (``max_norm``)."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return module._parameters["weight"] if renormalises(module) else None
+        return module._parameters.get("weight") if renormalises(module) else None
     if node.target not in (F.embedding, F.embedding_bag):
         return None
     limit = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")

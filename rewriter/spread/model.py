@@ -214,7 +214,7 @@ def _uses(compiled: Compiled) -> dict[str, Use]:
     used = uses(compiled.graphs.values(), root)
     for name, use in uses([graph] if graph is not None else [], root).items():
         used[name].lookups = use.lookups  # once, not once per mode
-    if compiled.parts or not compiled.graphs:
+    if not compiled.graphs:  # else what runs as it is stands in one, with the tables that it holds
         report = compiled.report
         because = " at ".join(text for text in (report.why, report.where) if text)
         told = f" ({because})" if because else ""
