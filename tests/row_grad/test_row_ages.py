@@ -256,8 +256,22 @@ def _count_anew(trio: Trio) -> None:
 
 
 def _forget(trio: Trio) -> None:
+    if isinstance(trio.optimizers[0], torch.optim.Adagrad) and not _adagrad_starts_late():
+        pytest.skip("this torch's Adagrad makes its state when it is made, and only then")
     for optimizer in trio.optimizers:
         optimizer.state.clear()
+
+
+def _adagrad_starts_late() -> bool:
+    weight = Parameter(torch.ones(1))
+    optimizer = torch.optim.Adagrad([weight])
+    optimizer.state.clear()
+    weight.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def _load_in_place(trio: Trio) -> None:
