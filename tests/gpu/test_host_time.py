@@ -19,6 +19,7 @@ from gpu.bench import host_time
 
 import recast
 from recast.runtime import device
+from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.rows import optimizer as row_optimizer
 
 # Calls per step in each mode, with a seventh to spare. Before descriptions were kept, the model of
@@ -41,6 +42,7 @@ def calls(step: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    one_thread.end()  # what a test before left off would be off for good
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(8):
             step()
