@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,8 @@ _COSTLY = {
 # the shape of the result depends on the shape of the first argument, and on all of the others
 _BY_SHAPE = {
     operator.getitem, "unsqueeze", "squeeze", "transpose", "view", "reshape", "permute", "flatten",
-    "to",
+    "to", torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.permute,
+    torch.flatten,
 }  # fmt: skip
 # the shape of the result depends on the shapes of all tensors among the arguments
 _BY_SHAPES = {torch.stack, torch.cat, torch.concat}
@@ -108,12 +110,12 @@ class _Slice:
     shape: set[Node]
 
 
-def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
-    """The graph that computes the answers to the guards. Refuses if asking has effects or costs
-    much.
+def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...], bool]:
+    """The graph that computes the answers to the guards, and whether sizes alone decide them.
+    Refuses if asking has effects or costs much.
     """
     if not tracer.guards:
-        return None, ()
+        return None, (), True
     needed = _Slice(set(), set())
     for question in tracer.guards:
         mine, why = _slice(tracer, question)
@@ -131,10 +133,18 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
         needed.shape |= mine.shape
     needed.shape -= needed.content
     graph = _copy(tracer, needed, [q.node for q in tracer.guards])
-    return graph, tuple(
+    guards = tuple(
         Guard(q.convert, q.expected, q.where, _loops(tracer, askers))
         for q, askers in zip(tracer.guards, tracer.askers, strict=True)
     )
+    return graph, guards, not any(_has_data(tracer, n) for n in needed.content)
+
+
+def _has_data(tracer: Tracer, node: Node) -> bool:
+    """Whether the value of ``node`` may depend on other data than that of its inputs."""
+    if node.op in ("placeholder", "get_attr"):
+        return type(tracer.pairs[node][0]) not in (int, float, bool, str, NoneType)
+    return node.op == "call_module" or isinstance(node.target, OpaqueCall)
 
 
 def _loops(tracer: Tracer, askers: set[Steps | None]) -> tuple[tuple[str, frozenset[str]], ...]:

@@ -50,6 +50,7 @@ class Traced:
     forks: frozenset[str]  # modules whose training flag decided the control flow
     guards: tuple[Guard, ...] = ()
     asks: Graph | None = None  # computes the guarded values from the inputs
+    by_size: bool = False  # their sizes alone decide them
     stores: tuple[str, ...] = ()  # attributes that forward leaves behind: the second output
     template: Any = None  # structure of the user's output, if more than tuples, lists and dicts
     baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
@@ -236,14 +237,14 @@ def _finish(
     end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
-    asks, guards = ask(tracer)
+    asks, guards, by_size = ask(tracer)
     default_dtype = tidy.fold(tracer)
     tidy.prune(graph)
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))
     graph.lint()
     _undoable(tracer)
     return Traced(
-        graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
+        graph, frozenset(tracer.forks), guards, asks, by_size, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tracer.bakes_computed_dtypes,
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
+from recast.rewriter.capture import guards
 
 
 class ScoresBySize(Net):
@@ -203,3 +204,89 @@ def test_a_length_that_varies_is_told_once_and_two_batches_cover_it() -> None:
     fast = recast.optimize(model, example=[batches[0], batches[2]])
     for ids in batches:  # warnings are errors
         torch.testing.assert_close(fast(ids), model(ids))
+
+
+class Heads(nn.Module):
+    """Merges heads by as many pieces as there are: a size of what an attention gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.key = nn.Embedding(10, 8, padding_idx=0), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x)
+        q, k = (torch.cat(torch.split(y, 4, dim=2)) for y in (rows, self.key(rows)))
+        later = ~torch.tril(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool))
+        scores = torch.matmul(q, torch.transpose(k, 1, 2)).masked_fill(later, -1e9)
+        return torch.cat(torch.split(torch.softmax(scores, -1) @ q, rows.shape[0]), dim=2)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What shapes were asked of, on the meta device."""
+    found: list[Any] = []
+    real = guards.by_meta
+
+    def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
+        found.append(target)
+        return real(target, args, kwargs)
+
+    monkeypatch.setattr(guards, "by_meta", by_meta)
+    return found
+
+
+def test_sizes_that_were_asked_are_not_asked_again(asked: list[Any]) -> None:
+    plain, fast, it = both(Heads(), ids(8))
+    assert it.kind == "whole"
+    for rows in (8, 5):
+        asked.clear()
+        check(plain, fast, ids(rows))
+        assert asked
+        asked.clear()
+        for seed in range(3):
+            check(plain, fast, ids(rows, seed=seed))
+        assert not asked
+
+
+class Both(nn.Module):
+    """Asks how many pieces there are, and also about values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Heads()
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        merged: Tensor = self.heads(x)
+        return merged.relu() if bool((weights > 1).any()) else merged
+
+
+def test_values_are_asked_again_in_a_batch_of_the_same_sizes() -> None:
+    low, high = torch.full((8, 1, 1), 0.5), torch.full((8, 1, 1), 2.0)
+    plain, fast, _ = both(Both(), ids(8), low)
+    check(plain, fast, ids(8), low)
+    check(plain, fast, ids(8), high, warns="another way")
+    check(plain, fast, ids(8, seed=1), low)
+
+
+class ByWeight(Net):
+    """Asks about a parameter, which training changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.a(self.table(x).sum(1))
+        return rows.relu() if float(self.a.bias.detach().sum()) > 0 else rows
+
+
+def test_values_of_parameters_are_asked_again() -> None:
+    model = ByWeight()
+    model.a.bias.data.fill_(1.0)
+    plain, fast, _ = both(model, ids(8))
+    check(plain, fast, ids(8))
+    for m in (plain, fast):
+        m.a.bias.data.fill_(-1.0)
+    check(plain, fast, ids(8), warns="another way")
+
+
+def test_more_sizes_than_are_kept() -> None:
+    plain, fast, _ = both(Heads(), ids(8))
+    for rows in (*range(1, 80), 3, 1):
+        check(plain, fast, ids(rows))
