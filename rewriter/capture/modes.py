@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -29,7 +30,7 @@ def trace_modes(
 ) -> dict[str, Traced]:  # fmt: skip
     """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
 
-    def once(training: bool, plain: bool, kept: set[str], outside: set[CodeType]) -> Traced:
+    def once(training: bool, plain: bool, kept: set[str], outside: Iterable[CodeType]) -> Traced:
         return trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
             prefix=prefix, plain_flags=plain,
@@ -38,7 +39,7 @@ def trace_modes(
 
     def run(training: bool, plain: bool) -> Traced:
         first: Refused | None = None
-        kept, outside = {"numpy"} if signature.arrays else set[str](), set[CodeType]()
+        kept, outside = {"numpy"} if signature.arrays else set[str](), dict[CodeType, Refused]()
         while True:
             try:
                 return once(training, plain, kept, outside)
@@ -50,7 +51,11 @@ def trace_modes(
                 elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
                     kept.add("numpy")
                 elif left and len(outside) < ATTEMPTS:
-                    outside.add(left[0])
+                    outside[left[0]] = error
+                elif error.outside in outside and not first.transform:
+                    inner = outside[error.outside]  # what is in the way inside it
+                    inner.why = f"{inner.why}; {error.why}"
+                    raise inner from None
                 elif outside and not first.transform and not error.error:
                     raise  # the one that got further
                 else:

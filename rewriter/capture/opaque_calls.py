@@ -302,7 +302,8 @@ def wrapper(tracer: Any, old: FunctionType) -> Callable[..., Any]:
 def _recorded(tracer: Any, target: OpaqueCall) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if opaque((args, kwargs), tracer.owners):
-            tracer.refuse(f"{target.__name__}() leaves torch, and it is given a part of the model")
+            why = f"{target.__name__}() leaves torch, and it is given a part of the model"
+            tracer.refuse(why, outside=target.function)
         return tracer.record("call_function", target, args, kwargs)
 
     return call

@@ -187,7 +187,7 @@ def _run_outside(tracer: Tracer, target: OpaqueCall, args: Any, kwargs: Any, k: 
     if kept and versions(given) != before:
         why.append("it writes to a tensor that is not made in forward")
     if why:
-        tracer.refuse(f"{target.__name__}() leaves torch, and {why[0]}")
+        tracer.refuse(f"{target.__name__}() leaves torch, and {why[0]}", outside=target.function)
     return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
 
 

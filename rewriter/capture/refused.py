@@ -24,6 +24,9 @@ class Refused(CaptureError):
     size: str = ""
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()
+    # the function that leaves torch and cannot run as one call, which was tried as what is in it
+    # had been refused
+    outside: CodeType | None = None
     transform: bool = False  # because of a torch.vmap, or the like
     error: bool = False  # because of an error that forward raised under the trace
     apart: bool = False  # the module that asks costs little to ask when it is captured by itself

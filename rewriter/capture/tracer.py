@@ -281,14 +281,19 @@ class Tracer:
             tries=_LOOP if loop else (),
         )
 
-    def refuse(self, why: str, size: str = "", tries: tuple[str, ...] = ()) -> NoReturn:
-        """Stop the trace, with ``why`` and the line that forward is at."""
+    def refuse(
+        self, why: str, size: str = "", tries: tuple[str, ...] = (), outside: Any = None
+    ) -> NoReturn:
+        """Stop the trace, with ``why`` and the line that forward is at. ``outside``: the function
+        that leaves torch and cannot run as one call.
+        """
         frame = sys._getframe(1)
         error = transformed(frames.transform(frame), self.stack[-1])
         if error is None:
             error = refusal(why, self.where(), self.stack[-1])
             error.size, error.tries = size, tries or error.tries
             error.inside = tuple(candidates(frame))
+            error.outside = getattr(outside, "__code__", None)
         self.failed = self.failed or error  # also when forward swallows it
         raise error
 

@@ -214,6 +214,15 @@ def test_what_is_more_than_a_call_of_tensors_is_not_taken(kind: Any, why: str) -
         compare(plain, fast, *ids(rows, seed=3))
 
 
+def test_what_is_in_the_way_inside_a_method_is_named() -> None:
+    """And its line, not that of the call."""
+    it: Captured = capture(Weighted(), ids(8))
+    assert str(it.why).startswith("len() or a loop of the batch size: 8 for one example")
+    assert str(it.why).endswith("; loop() leaves torch, and it uses a parameter of the model")
+    line = Weighted.loop.__code__.co_firstlineno + 1
+    assert it.where == f"test_opaque_calls.py:{line}"
+
+
 class Newest(Model):
     """Asks for a shape that depends on what the function returns."""
 
