@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from recast.errors import NotBuiltError, UsageError
+from recast.rewriter.capture.layers import shares_gradients
 
 
 def check_model(model: object) -> None:
@@ -29,6 +30,16 @@ def check_model(model: object) -> None:
             "optimize: the model is wrapped by torch.compile already",
             why="a graph is captured from the model's own forward",
             tries=("torch.compile(recast.optimize(model._orig_mod, ...))",),
+        )
+    if shares_gradients(model):
+        wrapper = type(model).__name__
+        raise UsageError(
+            f"optimize: the model is wrapped by {wrapper} already",
+            why="its forward prepares the gradients of all ranks, which no graph does",
+            tries=(
+                "recast.optimize of the model inside: the result averages the gradients itself",
+                "DistributedDataParallel(recast.optimize(..., world_size=1))",
+            ),
         )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):

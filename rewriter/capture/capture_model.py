@@ -27,7 +27,7 @@ from recast.rewriter.report.journal import Missed
 
 from . import batches as _batches
 from .frames import raised_at
-from .layers import torch_layer, why_opaque
+from .layers import shares_gradients, torch_layer, why_opaque
 from .modes import trace_modes
 from .plain_model import (
     Call,
@@ -350,6 +350,8 @@ def _part(
     module: nn.Module, full: str, calls: list[list[Call]], sizes: tuple[int, int]
 ) -> Captured | None:
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return None
+    if shares_gradients(module):  # what is inside it may be a part
         return None
     try:
         signature = of_forward(module)

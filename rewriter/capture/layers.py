@@ -29,8 +29,18 @@ def torch_layer(kind: type) -> bool:
     return base not in (nn.Sequential, nn.Module)
 
 
+def shares_gradients(module: nn.Module) -> bool:
+    """Whether ``module`` is a wrapper that averages or shards over ranks: its forward prepares that
+    beside what it computes.
+    """
+    homes = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+    return any(kind.__module__.startswith(homes) for kind in type(module).__mro__)
+
+
 def why_opaque(module: nn.Module) -> str | None:
     """Why ``module`` has to run as it is, or None."""
+    if shares_gradients(module):
+        return f"{type(module).__name__} prepares the gradients of all ranks in its forward"
     if isinstance(module, torch.jit.ScriptModule):
         return "a TorchScript module"
     if module._forward_hooks or module._forward_pre_hooks:

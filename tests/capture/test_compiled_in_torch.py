@@ -6,6 +6,7 @@ import gc
 import pickle
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,29 +134,63 @@ def test_threads_may_make_the_first_call_of_what_was_loaded() -> None:
         torch.testing.assert_close(output, wanted)
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    plain, fast = twins()
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        wrapped = nn.parallel.DistributedDataParallel(fast)
-        for model in (plain, wrapped):
-            torch.manual_seed(0)
-            out = model(*batch(6))
-            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
-        for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
-            torch.testing.assert_close(b.grad, a.grad, msg=n)
-        assert list(wrapped.module.state_dict()) == list(plain.state_dict())
-        plain.register_buffer("spare", torch.zeros(1))
-        within = nn.parallel.DistributedDataParallel(plain)
-        report = recast.optimize(within, example=batch(6)).report.to_dict()
-        assert "sends tensors to the other ranks (c10d.broadcast_" in report["why"]
-        del within
+        yield
     finally:
-        del wrapped, model  # else the last to hold the group waits for its threads, with the GIL
-        gc.collect()
+        gc.collect()  # else the last to hold the group waits for its threads, with the GIL
         torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel(alone: None) -> None:
+    plain, fast = twins()
+    wrapped = nn.parallel.DistributedDataParallel(fast)
+    for model in (plain, wrapped):
+        torch.manual_seed(0)
+        out = model(*batch(6))
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=n)
+    assert list(wrapped.module.state_dict()) == list(plain.state_dict())
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.rows = inner, nn.EmbeddingBag(9, 1)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = self.inner(*args) + self.rows(args[1] % 9).mean()
+        return out
+
+
+def test_what_wraps_a_model_for_ranks_is_not_seen_through(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward prepares what its backward does, so it has to run."""
+    plain, _ = twins()
+    within = nn.parallel.DistributedDataParallel(plain)
+    with pytest.raises(UsageError, match="is wrapped by DistributedDataParallel already"):
+        recast.optimize(within, example=batch(6))
+    ran, real = [], nn.parallel.DistributedDataParallel._pre_forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_pre_forward", noted)
+    fast = recast.optimize(Around(within), example=batch(6), world_size=1)
+    (missed,) = (e for e in fast.report.journal.missed if e.node == "inner")
+    why = "DistributedDataParallel prepares the gradients of all ranks in its forward"
+    assert missed.why == why
+    ran.clear()
+    fast(*batch(6)).sum().backward()
+    assert len(ran) == 1
 
 
 class Frozen(nn.Module):
