@@ -31,6 +31,12 @@ def check_model(model: object) -> None:
             why="a graph is captured from the model's own forward",
             tries=("torch.compile(recast.optimize(model._orig_mod, ...))",),
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "optimize: the model is a TorchScript module",
+            why="a graph is captured from a forward in Python",
+            tries=("the module that it was made of", "use it as it is"),
+        )
     if shares_gradients(model):
         wrapper = type(model).__name__
         raise UsageError(

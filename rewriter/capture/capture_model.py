@@ -41,6 +41,7 @@ from .plain_model import (
 from .proof import disagreement
 from .refused import Refused
 from .restored_state import restored_globals, restored_objects, restored_tensors
+from .squeezes import relying
 from .symbolic import trace_without_example
 from .trace import Traced
 
@@ -209,7 +210,6 @@ def capture_part(
             _parts(captured, signature, {""})
             captured.kind = "partial" if captured.parts else "none"
             return captured
-    captured.signature = whole
     names = [n.name for n in next(iter(captured.traced.values())).graph.nodes]
     baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
     whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
@@ -217,6 +217,8 @@ def capture_part(
     whole.computed_dtypes = any(t.computed_dtypes for t in captured.traced.values())
     floats = (p.dtype for p in root.parameters() if p.is_floating_point())
     whole.dtype = next(floats, None)
+    squeezes = [t.squeezes for t in captured.traced.values()]
+    captured.signature = relying(whole, squeezes, (first, second), sizes)
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
     captured.notes += _taken_for_granted(captured)
     _opaque_parts(captured, signature, reasons)

@@ -90,6 +90,8 @@ def _attribute(tracer: Tracer, owner: Any, name: str) -> Any:
         tracer.reading.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
     if name == "dtype":
         tracer.bake_dtypes([owner.node])
+    if name == "ndim":
+        tracer.ranks.add(owner.node)
     if name in ("dtype", "ndim"):
         tracer.asks_of_own((owner,), "dtype" if name == "dtype" else "shape")
     first = getattr(owner.pair[0], name)
@@ -114,6 +116,8 @@ def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
     if len(first) != len(second):
         tracer.refuse("the number of dimensions differs between the example batches")
     tracer.asks_of_own((tensor,), "shape")
+    if dim is None:
+        tracer.ranks.add(tensor.node)
     if tensor.path is None and not tensor.static:
         sizes = first if dim is None else (first[dim],)
         tracer.bake(tensor.node, sizes, most=_told_length())

@@ -81,6 +81,7 @@ def record(
     if kind != "call_module" and not beyond and name in METADATA and operands.same(pair):
         tracer.asks_of_own(args, "dtype" if name in DTYPES else "shape")
         for value in _nodes((node_args, node_kwargs)):
+            tracer.ranks.add(value)
             tracer.bake(value, (pair[0],) if name in COUNTS else ())
             if name in LAYOUT and value.op == "placeholder":
                 tracer.ask(value, Layout(name, args[1:]), pair[0])

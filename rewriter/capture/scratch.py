@@ -36,6 +36,7 @@ def prepare(
     live = modules_by_path(tracer.live)
     for path, module in modules_by_path(tracer.scratch).items():
         if isinstance(module, torch.jit.ScriptModule):
+            _replace(tracer, path)
             continue
         leaf = bool(path) and (path in opaque or is_leaf(module))
         _hold(tracer, module, path, live[path])
@@ -58,6 +59,19 @@ def prepare(
             module.__class__ = observed(type(module), tracer.reading, path, own)
         run = _layer(tracer, path) if leaf else _inside(tracer, path, module.forward)
         state["forward"] = run
+
+
+def _replace(tracer: Tracer, path: str) -> None:
+    """Put a module that records its calls in the place of one of TorchScript, whose forward is no
+    attribute.
+    """
+    owner, _, name = path.rpartition(".")
+    if isinstance(tracer.live.get_submodule(owner), torch.jit.ScriptModule):
+        return  # called by that one alone
+    called = nn.Module()
+    called.forward = _layer(tracer, path)
+    tracer.owners[id(called)] = path
+    tracer.scratch.get_submodule(owner)._modules[name] = called
 
 
 def _layer(tracer: Tracer, path: str) -> Callable[..., Any]:

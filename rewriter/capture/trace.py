@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -38,6 +38,7 @@ from .operands import argument
 from .plain_model import live_copy, run_plain
 from .python_reads import bound_on_class
 from .refused import Refused, not_comparable, refusal
+from .squeezes import Squeezed, squeezed
 from .tracer import Tracer
 from .values import Flag, make
 
@@ -65,6 +66,7 @@ class Traced:
     # tensors come behind ``stores``
     argument_writes: tuple[tuple[Place, Any], ...] = ()
     prints: tuple[str, ...] = ()  # lines that print or log, which the graph does not
+    squeezes: Squeezed = field(default_factory=Squeezed)  # the sizes that decide ranks
 
 
 def trace(
@@ -237,6 +239,7 @@ def _finish(
     end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
+    squeezes = squeezed(tracer)
     asks, guards, by_size = ask(tracer)
     default_dtype = tidy.fold(tracer)
     tidy.prune(graph)
@@ -252,7 +255,7 @@ def _finish(
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
-        tuple(reading.prints),
+        tuple(reading.prints), squeezes,
     )  # fmt: skip
 
 

@@ -88,6 +88,7 @@ class Tracer:
         self.writers: set[OpaqueCall] = set()  # of them, those that wrote to an argument
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
+        self.ranks: set[fx.Node] = set()  # of which Python asked how many dimensions they have
         self.bakes_dtypes = False
         self.bakes_computed_dtypes = False  # of more than inputs and parameters
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}

@@ -40,6 +40,7 @@ class Signature:
     signs: list[tuple[int, str]] | None = None  # likewise
     ranks: tuple[int, ...] = ()  # dimensions of the leaves in the example
     arrays: tuple[int, ...] = ()  # positions of arguments that are arrays of numpy, tensors here
+    rows: tuple[tuple[int, int], ...] = ()  # (leaf, dim) of rows, where they have to be several
 
     @property
     def every_name(self) -> list[str]:
@@ -123,6 +124,12 @@ class Signature:
         for k, sizes in self.wide:
             if 1 in leaves[k].shape and (told := _other_size(leaves[k], sizes, only=1)):
                 return leaves, f"{self.labels[k]} {told}"
+        for k, dim in self.rows:
+            if leaves[k].shape[dim : dim + 1] == (1,):
+                return leaves, (
+                    f"{self.labels[k]} has 1 in dimension {dim}, and what forward squeezes has then"
+                    " fewer dimensions than in the example"
+                )
         for k, sizes in self.alike:  # the mean of no items is no number, their sum is zero
             if not leaves[k].numel():
                 told = _other_size(leaves[k], [(d, n) for d, n in sizes if d], only=0)

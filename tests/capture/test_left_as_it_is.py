@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import recast
+from recast.errors import UsageError
 from recast.rewriter import memory
 
 
@@ -259,3 +260,47 @@ def test_a_table_that_is_computed_is_not_computed_by_optimize(kind: Any) -> None
     memory.hint(fast)  # what an error of memory would say
     for name, now in model.state_dict().items():
         torch.testing.assert_close(now, before[name], rtol=0, atol=0)
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises against it
+        made: nn.Module = torch.jit.script(module)
+    return made
+
+
+def traced(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = torch.jit.trace(module, torch.rand(3, 4))
+    return made
+
+
+@pytest.mark.parametrize("made", [scripted, traced])
+def test_a_module_of_torchscript_is_one_call(made: Any) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.EmbeddingBag(20, 4), made(Inside()), nn.ReLU(), nn.Linear(4, 2))
+
+    plain, fast = model(), recast.optimize(model(), example=ids(8))
+    assert fast.report.captured == "whole"
+    assert [e.why for e in fast.report.journal.missed] == ["a TorchScript module"]
+    for rows in (8, 5):
+        for m in (plain, fast):
+            m.zero_grad()
+            m(ids(rows)).square().sum().backward()
+        torch.testing.assert_close(fast(ids(rows)), plain(ids(rows)))
+        for (n, a), (_, b) in zip(fast.named_parameters(), plain.named_parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, msg=n)
+    with pytest.raises(UsageError, match="the model is a TorchScript module"):
+        recast.optimize(made(Inside()), example=torch.rand(3, 4))
