@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.errors import NotBuiltError, UsageError
@@ -120,6 +121,19 @@ class DynamicTable(Bookkeeping):
 
     # ------------------------------------------------------------ lookups
 
+    def _check_wrapper(self) -> None:
+        """Raise UsageError inside a DistributedDataParallel of the user's: it would average the
+        gradients of rows that belong to other ids on other ranks.
+        """
+        around = DistributedDataParallel._active_ddp_module
+        if around is None or self.parts > 1 or around.process_group.size() == 1:
+            return
+        raise UsageError(
+            f"{self.name}: a dynamic table inside DistributedDataParallel",
+            why="it averages row by row, and each rank has other ids in its rows",
+            tries=("optimize(...) without world_size=1, whose result averages gradients itself",),
+        )
+
     def find(
         self, weight: Tensor, ids: Sequence[Tensor], training: bool
     ) -> tuple[Tensor, list[Tensor]]:
@@ -132,6 +146,7 @@ class DynamicTable(Bookkeeping):
         """
         if of(weight) is not self:
             _TABLES[weight] = self
+        self._check_wrapper()
         joined = _flat(ids)
         reads = self._only_reads(weight, training)
         look_up = self._read if reads else partial(self._store, ids)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,3 +382,17 @@ def test_a_model_that_is_captured_in_part() -> None:
     fast.eval()
     for path, table in tables.items():
         assert torch.equal(fast.get_submodule(path)(new), table.initial_rows(new))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_may_not_average_rows_of_other_ids(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside the forward of a DistributedDataParallel of the user's."""
+    fast, _, _, stream = pair()
+    group = SimpleNamespace(size=lambda: ranks)
+    around = SimpleNamespace(process_group=group)
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", around)
+    refused = pytest.raises(UsageError, match="a dynamic table inside DistributedDataParallel")
+    with refused if ranks > 1 else nullcontext():
+        fast(*stream.batch(5))
