@@ -133,7 +133,7 @@ class Trials:
         """Note what any model would agree with: gradients of zero, outputs without a number."""
         told = []
         if want.grads and not _top(want.grads.values()):
-            told.append(f"in {mode} every gradient of the plain model is 0, which proves little")
+            told.append(f"in {mode} gradients of the plain model are 0 or NaN, which proves little")
         floats = [t for t in want.outputs.values() if _floats(t) and t.numel()]
         if floats and not any(bool(torch.isfinite(t).any()) for t in floats):
             told.append(f"in {mode} no output of the plain model is finite, which proves little")
@@ -380,8 +380,8 @@ def _usual(plain: dict[str, Any], truth: dict[str, Any]) -> float:
 
 
 def _top(tensors: Any) -> float:
-    found = [t for t in tensors if t.numel() and t.is_floating_point()]
-    return max((float(t.abs().max()) for t in found), default=0.0)
+    found = [t[t.isfinite()] for t in tensors if t.is_floating_point()]
+    return max((float(t.abs().max()) for t in found if t.numel()), default=0.0)
 
 
 def _refuse(group: str, name: str, when: str, why: str) -> Row:

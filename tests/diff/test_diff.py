@@ -12,6 +12,7 @@ import torch
 from models import CASES, DLRM, MLP, build, field_ids
 from torch import Tensor, nn
 
+import recast
 from recast.errors import DiffError, UsageError
 from recast.rewriter.diff import model_runs
 from recast.rewriter.diff.equivalence import DiffReport, diff
@@ -379,3 +380,20 @@ def test_a_sparse_buffer() -> None:
     compare(plain, twin, batch).check()
     twin.graph = twin.graph * 1.01
     assert not compare(plain, twin, batch).ok
+
+
+class NoNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.table(ids).sum(1) * float("nan")
+        return out
+
+
+def test_gradients_that_are_no_numbers_are_the_same_each_time() -> None:
+    model, ids = NoNumbers(), torch.randint(10, (8, 3))
+    report = recast.diff(model, recast.optimize(model, example=ids), ids)
+    assert report.ok
+    assert any("are 0 or NaN" in note for note in report.notes)
