@@ -49,7 +49,8 @@ _BY_SHAPES = {torch.stack, torch.cat, torch.concat}
 _BY_BROADCAST = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_,
-    operator.or_, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
+    operator.or_, operator.xor, operator.invert, operator.floordiv, operator.mod, operator.abs,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
     torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like,
     torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.dropout,
     nn.functional.silu, nn.functional.relu, nn.functional.dropout, nn.functional.alpha_dropout,
@@ -70,7 +71,11 @@ _ON_META = (
     "expand", "expand_as", "tile", "movedim", "swapaxes", "t", "unbind", "split", "chunk",
     "tensor_split", "narrow", "select", "cosine_similarity", "cdist", "outer", "pad", "type_as",
     "half", "double", "int", "bool", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention",
-    "view_as_complex", "view_as_real",
+    "view_as_complex", "view_as_real", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "sign", "reciprocal", "lerp", "addcmul", "addcdiv", "prelu", "mish", "hardswish", "hardsigmoid",
+    "glu", "tan", "isnan", "isinf", "isfinite", "hstack", "vstack", "unfold", "view_as",
+    "reshape_as", "broadcast_to", "unflatten", "diagonal", "diag_embed", "scatter", "scatter_add",
+    "pairwise_distance", "floor_divide", "remainder", "fmod",
 )  # fmt: skip
 _FOURIER = (
     "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn",

@@ -290,3 +290,36 @@ def test_more_sizes_than_are_kept() -> None:
     plain, fast, _ = both(Heads(), ids(8))
     for rows in (*range(1, 80), 3, 1):
         check(plain, fast, ids(rows))
+
+
+class After(Net):
+    """Asks how many rows there are behind an operation."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.op(self.table(x), x)
+        return self.a(self.table(x)).sum(1) * (2 if y.shape[0] == x.shape[0] else 1)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda rows, x: ~(x == 0),
+        lambda rows, x: (x % 3 // 2) ^ 1,
+        lambda rows, x: abs(rows),
+        lambda rows, x: F.glu(rows).sign(),
+        lambda rows, x: x.float().view_as(x).isnan(),
+        lambda rows, x: torch.hstack([rows, rows]).unflatten(1, (2, -1)),
+        lambda rows, x: F.pairwise_distance(rows, rows),
+        lambda rows, x: torch.transpose(rows, 1, 2).unfold(2, 2, 1),
+    ],
+)
+def test_a_size_behind_any_operation_is_decided_by_sizes(op: Any) -> None:
+    plain, fast, it = both(After(op), ids(8))
+    assert it.kind == "whole"
+    assert all(t.by_size for t in it.traced.values())
+    for rows in (8, 5, 5, 1):
+        check(plain, fast, ids(rows))
