@@ -116,7 +116,7 @@ def check(experts: Sequence[Tensor], gates: Sequence[Tensor], chosen: Sequence[i
                 why=f"a gate is (B, n), and B is {first.shape[0]} for the experts",
             )
     columns = sum(gate.shape[1] for gate in gates)
-    if len(chosen) != columns or any(not 0 <= k < count for k in chosen):
+    if len(chosen) != columns or (chosen and not 0 <= min(chosen) <= max(chosen) < count):
         raise InputError(
             f"{len(chosen)} vectors chosen for gates of {columns} columns in all",
             why=f"each column weighs one of the {count} vectors, named by its number",
