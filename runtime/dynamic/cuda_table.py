@@ -142,7 +142,7 @@ class CudaTable(DynamicTable):
         """
         if of(weight) is not self:
             _TABLES[weight] = self
-        self._check_wrapper()
+        self._check_wrapper(weight)
         if any(x.device != weight.device for x in ids):
             raise InputError(f"{self.name}: ids are not on {weight.device}, where the table is")
         look_up = self._read if self._only_reads(weight, training) else self._insert

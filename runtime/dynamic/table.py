@@ -121,12 +121,14 @@ class DynamicTable(Bookkeeping):
 
     # ------------------------------------------------------------ lookups
 
-    def _check_wrapper(self) -> None:
+    def _check_wrapper(self, weight: Tensor) -> None:
         """Raise UsageError inside a DistributedDataParallel of the user's: it would average the
         gradients of rows that belong to other ids on other ranks.
         """
         around = DistributedDataParallel._active_ddp_module
         if around is None or self.parts > 1 or around.process_group.size() == 1:
+            return
+        if all(held is not weight for held in around.module.parameters()):
             return
         raise UsageError(
             f"{self.name}: a dynamic table inside DistributedDataParallel",
@@ -146,7 +148,7 @@ class DynamicTable(Bookkeeping):
         """
         if of(weight) is not self:
             _TABLES[weight] = self
-        self._check_wrapper()
+        self._check_wrapper(weight)
         joined = _flat(ids)
         reads = self._only_reads(weight, training)
         look_up = self._read if reads else partial(self._store, ids)

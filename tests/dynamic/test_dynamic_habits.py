@@ -391,7 +391,7 @@ def test_torch_may_not_average_rows_of_other_ids(
     """Inside the forward of a DistributedDataParallel of the user's."""
     fast, _, _, stream = pair()
     group = SimpleNamespace(size=lambda: ranks)
-    around = SimpleNamespace(process_group=group)
+    around = SimpleNamespace(process_group=group, module=fast)
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", around)
     refused = pytest.raises(UsageError, match="a dynamic table inside DistributedDataParallel")
     with refused if ranks > 1 else nullcontext():

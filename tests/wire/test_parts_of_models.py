@@ -143,7 +143,7 @@ def test_tables_beside_a_module_that_runs_as_it_is_are_spread(shared: bool) -> N
 
 
 def test_a_table_of_a_module_that_runs_as_it_is_cannot_be_spread() -> None:
-    with pytest.raises(UsageError, match="rows.weight cannot be row_wise") as caught:
+    with pytest.raises(UsageError, match=r"rows\.weight cannot be row_wise") as caught:
         pins = {"rows.weight": "row_wise"}
         recast.optimize(Beside(True), example=IDS, world_size=2, sharding=pins)
     assert "counts looks it up by itself" in caught.value.why
