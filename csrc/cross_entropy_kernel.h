@@ -9,8 +9,8 @@ namespace recast::cross_entropy::RECAST_ISA {
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t kBlock = 2048;  // numbers that stay in the first cache between their two passes
 
-// Of each lane. `+`: GCC takes a vector that ?: names, rather than computes, to be aligned.
-static inline Vector larger(const Vector& a, const Vector& b) { return a > b ? +a : +b; }
+// Of each lane.
+static inline Vector larger(const Vector& a, const Vector& b) { return a > b ? a : b; }
 
 // The largest of `count` numbers, not NaN; minus infinity for none.
 static inline float peak(const float* x, int64_t count) {
@@ -18,7 +18,8 @@ static inline float peak(const float* x, int64_t count) {
   int64_t j = 0;
   if (count >= 4 * kLanes) {
     Vector high[4] = {at(x), at(x + kLanes), at(x + 2 * kLanes), at(x + 3 * kLanes)};
-    for (Vector& v : high) v = v == v ? +v : Vector{} - kInfinity;
+    // By index: GCC takes what a range is over to be aligned.
+    for (int s = 0; s < 4; ++s) high[s] = high[s] == high[s] ? high[s] : Vector{} - kInfinity;
     for (j = 4 * kLanes; j + 4 * kLanes <= count; j += 4 * kLanes)
       for (int s = 0; s < 4; ++s) high[s] = larger(at(x + j + s * kLanes), high[s]);
     best = largest(larger(larger(high[0], high[1]), larger(high[2], high[3])));
