@@ -412,6 +412,7 @@ void Plan::sort_all() {
       const auto ignore = [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) to[i] = {static_cast<uint32_t>(table.rows), 0};
       };
+      ignore(0, std::clamp<int64_t>(bag_start(piece, 0), 0, piece.n_ids));  // of no bags: all
       ignore(std::clamp<int64_t>(bag_start(piece, piece.n_bags), 0, piece.n_ids), piece.n_ids);
       const int64_t blocks = threads;
       parallel_static(threads, blocks, [&](int64_t block, int) {

@@ -151,10 +151,11 @@ def _link(
         known, fused = len(journal.fired), journal.lookups_fused
         linked = _link(part, passes, journal, fuel, strict, after)
         gains = journal.fired[known:]
-        if not any(e.saves for e in gains) and (path in captured.optional or _lone(part, gains)):
+        lone = _lone(part, gains)
+        if not any(e.saves for e in gains) and (path in captured.optional or lone):
             del captured.parts[path], journal.fired[known:]
             journal.lookups_fused = fused
-            for e in gains:
+            for e in gains if lone else ():
                 journal.miss(Missed(e.rule, part.prefix or path, _TORCHS_OWN, e.where))
             continue
         captured.root.set_submodule(path, linked)

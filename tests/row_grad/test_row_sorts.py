@@ -91,6 +91,20 @@ def test_offsets_that_do_not_fit(bag: int, bad: int, kernel: str) -> None:
         merge([ragged], (50_000, WIDTH), torch.float32, CPU)
 
 
+def test_ids_in_no_bag(kernel: str) -> None:
+    """What a sort before has left in memory is not taken for theirs."""
+    even, _ = drawn("random", 1000, 90, 3)
+    none = torch.tensor([100])  # an end without a start, from which no bag is left
+    piece = Piece(torch.arange(270), torch.ones(0, WIDTH), none, 1, None, False, None, None)
+    moved = []
+    for one in (even, piece):
+        weight = torch.ones(1000, WIDTH)
+        grad = row_grad(weight.shape, weight.dtype, weight.device, [one])
+        apply([Update("sgd", weight, grad, (), lr=0.1)])
+        moved.append(int((weight != 1).any(1).sum()))
+    assert moved == [len(even.ids.unique()), 0]
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
