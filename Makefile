@@ -22,8 +22,9 @@ setup: $(READY)  ## create .venv with everything development needs
 
 # Depends on the C++ sources too: this is what builds them. With tools that stay where they are: those
 # that pip would bring for one build lie in a folder of a new name each time, which ninja takes for
-# other headers, and compiles everything again.
-BUILD := 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.20' ninja
+# other headers, and compiles everything again. setuptools builds the data of the demo, which come as
+# sources; the one that a new environment holds may be too old to do it without the package wheel.
+BUILD := 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.20' ninja 'setuptools>=77'
 $(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.cpp csrc/*.h csrc/units/*.cpp)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
