@@ -240,7 +240,9 @@ def _rewritten(
         try:
             # A result with tables of its own must not hand them to the user's model.
             linked = ranks == 1 and not stores
-            captured = capture(model, example, inplace=inplace, linked=linked)
+            captured = capture(
+                model, example, inplace=inplace, linked=linked, falls_back=ranks == 1
+            )
             return lent, captured, link_what_holds(captured, passes, strict, ranks)
         except BaseException:
             placeholders.remove(model)

@@ -19,6 +19,7 @@ from recast.rewriter.compiled.object_contents import CONTAINERS, PLAIN, copied, 
 from recast.rewriter.compiled.trees import flatten
 
 from .frames import line_of_write
+from .kept_numbers import NUMBERS
 from .operands import literal
 from .python_reads import PythonReads
 from .refused import Refused, refusal
@@ -104,14 +105,18 @@ def attribute_writes(
             if leaves and held and not _constant(value):
                 why = f"forward reads self.{name}, a {type(was).__name__}, and sets another"
                 raise refusal(why, line_of_write(reading.codes, name), path)
+            if leaves and type(was) in NUMBERS and (path, name) in reading.plain:
+                raise _kept_number(path, name, reading)
             if leaves:
                 stores[f"{dot}{name}"] = value
             elif _blind(reading, path, name, value, was):
                 reading.plain.pop((path, name), None)
                 left.append((path, name, value))
             elif not _equal(value, was):
-                why = f"forward changes self.{name}, which a graph would not do at each call"
-                raise refusal(why, line_of_write(reading.codes, name), path)
+                refused = _kept_number(path, name, reading)
+                if type(was) not in NUMBERS or type(value) not in NUMBERS:
+                    refused.number = ""
+                raise refused
     return stores, left
 
 
@@ -157,6 +162,14 @@ def _first_call(what: str, name: str, reading: PythonReads, path: str) -> Refuse
         f"{name} made in __init__",
         *refused.tries[-1:],
     )
+    return refused
+
+
+def _kept_number(path: str, name: str, reading: PythonReads) -> Refused:
+    """The refusal for what forward changes, on the assumption that it is a number."""
+    why = f"forward changes self.{name}, which a graph would not do at each call"
+    refused = refusal(why, line_of_write(reading.codes, name), path)
+    refused.number = f"{path}.{name}" if path else name
     return refused
 
 

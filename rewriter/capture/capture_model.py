@@ -72,6 +72,7 @@ class Captured:
     parts: dict[str, Captured] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
     prefix: str = ""
+    falls_back: bool = True
     why: str | None = None
     where: str | None = None
     tries: tuple[str, ...] = ()
@@ -83,14 +84,16 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example: Any = None, *, inplace: bool = False, linked: bool = True
-) -> Captured:
+    model: nn.Module, example: Any = None, *, inplace: bool = False, linked: bool = True,
+    falls_back: bool = True,
+) -> Captured:  # fmt: skip
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
     symbolic tracing. The model is not touched. ``linked``: parameters and buffers that are replaced
-    later in ``model`` are replaced in the captured modules too, and the other way round. Raises
-    UsageError when the example does not fit.
+    later in ``model`` are replaced in the captured modules too, and the other way round.
+    ``falls_back``: the plain forward can take over at any call. Raises UsageError when the example
+    does not fit.
     """
     started = time.perf_counter()
     model = uncompiled(model)
@@ -101,12 +104,12 @@ def capture(
     same = same_random_numbers(*generators_of(root))
     state = restored_objects(root), restored_tensors(root), restored_globals(root)
     with same, state[0], state[1], state[2]:
-        captured = _capture(root, name, example)
+        captured = _capture(root, name, example, falls_back)
     captured.seconds = time.perf_counter() - started
     return captured
 
 
-def _capture(root: nn.Module, name: str, example: Any) -> Captured:
+def _capture(root: nn.Module, name: str, example: Any, falls_back: bool) -> Captured:
     try:
         signature = _signature(root, example)
     except ValueError as error:
@@ -116,22 +119,26 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
     live = live_copy(root)
     for batch in _batches.given(example, signature):
         _check_example(live, signature, batch, example)
-    captured = _of_example(root, live, name, signature, example)
+    captured = _of_example(root, live, name, signature, example, falls_back)
     if captured.kind == "whole" or not signature.arrays:
         return captured
-    fixed = _of_example(root, live, name, replace(signature, arrays=()), example)
+    no_arrays = replace(signature, arrays=())
+    fixed = _of_example(root, live, name, no_arrays, example, falls_back)
     return fixed if fixed.kind == "whole" else captured  # its arrays are constants
 
 
 def _of_example(
-    root: nn.Module, live: nn.Module, name: str, signature: Signature, example: Any
-) -> Captured:
+    root: nn.Module, live: nn.Module, name: str, signature: Signature, example: Any,
+    falls_back: bool,
+) -> Captured:  # fmt: skip
     found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
     if found.second is None:
         return Captured(
             name, root, batches=None, why=found.how, where=place_of(root), tries=found.tries,
         )  # fmt: skip
-    return capture_part(root, name, signature, found.first, found.second, found.sizes, "")
+    return capture_part(
+        root, name, signature, found.first, found.second, found.sizes, "", falls_back
+    )
 
 
 def _signature(root: nn.Module, example: Any) -> Signature:
@@ -182,18 +189,20 @@ def _of_plain(error: ValueError) -> Refused:
 
 def capture_part(
     root: nn.Module, name: str, signature: Signature, first: tuple[Any, ...],
-    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str,
+    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str, falls_back: bool,
 ) -> Captured:  # fmt: skip
     """Capture one module on two batches, or its submodules if it cannot be captured."""
     captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
+    captured.falls_back = falls_back
     opaque: set[str] = set()
     reasons: dict[str, Refused] = {}
     while True:
         try:
             whole, pairs = complete(signature, first, second)
             captured.traced = trace_modes(
-                root, whole, first, pairs, sizes=sizes, opaque=frozenset(opaque), prefix=prefix
-            )
+                root, whole, first, second, pairs, sizes=sizes, opaque=frozenset(opaque),
+                prefix=prefix, falls_back=falls_back,
+            )  # fmt: skip
             why = disagreement(root, captured.traced, whole, first, second)
             if why:
                 raise Refused("capture", where=place_of(root), why=why)
@@ -236,6 +245,11 @@ def _taken_for_granted(captured: Captured) -> list[str]:
         said.append(
             f"python branches on values: {_few(list(lines))}; what decided it is computed again at"
             " each call, and where it comes out otherwise the plain forward runs"
+        )
+    numbers = dict.fromkeys(path for t in captured.traced.values() for path in t.numbers)
+    if numbers:
+        said.append(
+            f"numbers that forward changes, read and stored at each call: {_few([*numbers])}"
         )
     prints = dict.fromkeys(line for t in captured.traced.values() for line in t.prints)
     if prints:
@@ -342,15 +356,16 @@ def _parts(
             continue
         if torch_layer(type(module)) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        part = _part(module, full, outside, captured.sizes)
+        part = _part(module, full, outside, captured.sizes, captured.falls_back)
         if part is not None:
             captured.parts[path] = part
             done.append(path)
 
 
 def _part(
-    module: nn.Module, full: str, calls: list[list[Call]], sizes: tuple[int, int]
-) -> Captured | None:
+    module: nn.Module, full: str, calls: list[list[Call]], sizes: tuple[int, int],
+    falls_back: bool,
+) -> Captured | None:  # fmt: skip
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
     if shares_gradients(module):  # what is inside it may be a part
@@ -371,8 +386,9 @@ def _part(
     if renormalises(module):
         return None
     part = capture_part(
-        module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full
-    )
+        module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full,
+        falls_back,
+    )  # fmt: skip
     return part if part.graphs else None
 
 

@@ -4,20 +4,19 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph
 
+from .kept_numbers import after_calls, not_asked
 from .opaque_calls import ATTEMPTS
-from .plain_model import live_copy
+from .plain_model import live_copy, rehearse
 from .refused import Refused, asked_again
 from .trace import Traced, trace
 
@@ -25,17 +24,25 @@ _SIZES = {"int", "float", "range"}
 
 
 def trace_modes(
-    root: nn.Module, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]],
-    *, sizes: tuple[int, int], opaque: frozenset[str], prefix: str,
+    root: nn.Module, signature: Signature, first: tuple[Any, ...], second: tuple[Any, ...],
+    pairs: list[tuple[Any, Any]], *, sizes: tuple[int, int], opaque: frozenset[str], prefix: str,
+    falls_back: bool,
 ) -> dict[str, Traced]:  # fmt: skip
-    """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
+    """``{"both": t}`` or ``{"train": t, "eval": u}``. ``falls_back``: the plain forward can take
+    over where a question is answered otherwise. Raises Refused.
+    """
+    numbers: set[str] = set()  # that forward keeps, in any mode
 
     def once(training: bool, plain: bool, kept: set[str], outside: Iterable[CodeType]) -> Traced:
-        return trace(
+        found = after_calls(root, signature, (first, second), training, numbers) or {}
+        traced = trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
             prefix=prefix, plain_flags=plain,
-            sizes_kept=frozenset(kept), outside=frozenset(outside),
+            sizes_kept=frozenset(kept), outside=frozenset(outside), numbers=found,
         )  # fmt: skip
+        if not falls_back:
+            not_asked(traced)
+        return traced
 
     def run(training: bool, plain: bool) -> Traced:
         first: Refused | None = None
@@ -46,7 +53,9 @@ def trace_modes(
             except Refused as error:
                 first = first or error
                 left = [code for code in error.inside if code not in outside]
-                if not asked_again(error) <= kept:
+                if error.number and error.number not in numbers:
+                    numbers.add(error.number)
+                elif not asked_again(error) <= kept:
                     kept |= asked_again(error)
                 elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
                     kept.add("numpy")
@@ -72,7 +81,10 @@ def trace_modes(
     if not evaluated.forks:
         return {"both": evaluated}
     _warm_caches(root, signature, first)
+    known = set(numbers)
     trained = run(True, plain)
+    if numbers > known:
+        evaluated = run(False, plain)
     if _all(trained) == _all(evaluated):
         return {"both": evaluated}
     return {"train": trained, "eval": evaluated}
@@ -92,17 +104,7 @@ def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) 
     """Run the plain forward in train mode once, to fill caches such as ``lru_cache``, which must
     not keep values of the trace. In eval mode the example has been run before.
     """
-    given = rebuild(batch, lambda t: t.detach().clone())
-    args, kwargs = signature.unbind(given)
-    grads = [(p, p.grad) for p in root.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
-    try:
-        with contextlib.suppress(Exception), torch.enable_grad():  # the trace reports errors
-            live_copy(root, training=True).forward(*args, **kwargs)
-    finally:  # a forward may call backward
-        for parameter, grad in grads:
-            parameter.grad = grad
+    rehearse(live_copy(root, training=True), signature, batch)
 
 
 def text(graph: Graph) -> str:

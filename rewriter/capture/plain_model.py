@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,21 @@ def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> A
     positional, named = signature.unbind(given)
     with torch.enable_grad():
         return live.forward(*positional, **named)
+
+
+def rehearse(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> None:
+    """Run the plain forward for what it leaves in ``live``. What it raises is left to the trace to
+    report; a forward may call backward, which adds no gradients here.
+    """
+    grads = [(p, p.grad) for p in live.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with suppress(Exception):
+            run_plain(live, signature, args)
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def place_of(module: nn.Module) -> str | None:

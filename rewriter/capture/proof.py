@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from recast.rewriter.written_views import lost_write
 
 from .argument_writes import Place
 from .constants import constants
+from .kept_numbers import after_calls, put
 from .opaque_calls import OpaqueCall
 from .plain_model import live_copy
 from .restored_state import restored_globals, restored_objects, restored_tensors
@@ -88,7 +89,7 @@ def _prove(
             (output,) = (n.args[0] for n in graph.nodes if n.op == "output")
             pairs = zip(_flat(ours), _flat(both.wanted), strict=False)
             changed |= restore_outputs(graph, _users(case, output), ours, pairs)
-        result = partial(_result, root, signature, batches[0], training)
+        result = partial(_result, root, case, signature, batches[0], training)
         why = lost_write(case.graph, graph, root, result)
         if why is not None:
             return why, changed
@@ -116,6 +117,7 @@ class _Both:
     got: Any = None
     error: Exception | None = None  # that the graph raised
     failed: Node | None = None  # the node that did
+    numbers: dict[str, Any] = field(default_factory=dict)  # those that forward keeps, before it
     rtol: float = RTOL
 
     def ours(self) -> Any:
@@ -130,16 +132,18 @@ def _both(
     training: bool,
 ) -> _Both:  # fmt: skip
     """Run ``graph`` and the plain forward of ``root``, on copies, with the same random numbers."""
-    plain = live_copy(root, training)
+    plain, numbers = live_copy(root, training), _numbers(root, case, signature, batch, training)
+    put(plain, numbers)
     with restored_tensors(root):
         given = _clone(batch)
         wanted = _run(generators_of(root), lambda: _plain(plain, signature, given))
         both = _Both((wanted, [_at(given, place) for place, _ in case.argument_writes]))
+        both.numbers = numbers
     regions = autocast_regions(graph.nodes)
     both.rtol = max(
         (ULPS * torch.finfo(d).eps for r in regions for _, d, on in r if on), default=RTOL
     )
-    program, got = _run_graph(root, graph, signature, batch, training)
+    program, got = _run_graph(root, graph, signature, batch, training, numbers)
     if isinstance(got, Exception):
         both.error, both.failed = got, failing(got, program)
     else:
@@ -147,19 +151,35 @@ def _both(
     return both
 
 
+def _numbers(
+    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool
+) -> dict[str, Any]:
+    """The numbers that forward keeps, as a call before this one leaves them: a graph is not for
+    the first.
+    """
+    if not case.numbers:
+        return {}
+    with restored_tensors(root):
+        found = after_calls(root, signature, (batch,), training, case.numbers) or {}
+    return {path: value for path, (value,) in found.items()}
+
+
 def _result(
-    root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool, graph: Graph
-) -> Any:
+    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool,
+    graph: Graph,
+) -> Any:  # fmt: skip
     """What ``graph`` returns for ``batch`` on a copy."""
-    _, got = _run_graph(root, graph, signature, batch, training)
+    numbers = _numbers(root, case, signature, batch, training)
+    _, got = _run_graph(root, graph, signature, batch, training, numbers)
     if isinstance(got, Exception):
         raise got
     return got
 
 
 def _run_graph(
-    root: nn.Module, graph: Graph, signature: Signature, batch: tuple[Any, ...], training: bool
-) -> tuple[Program, Any]:
+    root: nn.Module, graph: Graph, signature: Signature, batch: tuple[Any, ...], training: bool,
+    numbers: dict[str, Any],
+) -> tuple[Program, Any]:  # fmt: skip
     """The code of ``graph``, and what it returns for ``batch`` on a copy; or what it raises."""
     plain = {
         f"{path}.{name}" if path else name
@@ -174,6 +194,7 @@ def _run_graph(
         for n in graph.nodes
     )  # fmt: skip
     mine = live_copy(root, training)
+    put(mine, numbers)
     vars(mine)["_recast_constants"] = constants(root)
     program = compile_graph(graph, mine, "proof")
     inputs = signature.leaves(_clone(batch))[0]
@@ -197,7 +218,8 @@ def _why(
     """Why the graph does not return what the plain forward does, or None."""
     got, wanted = _strided(_flat(both.ours())), _strided(_flat(both.wanted))
     why = _differ(got, wanted, both.rtol)
-    return None if why and _as_near(root, signature, batch, training, got, wanted) else why
+    near = why and _as_near(root, signature, batch, training, both.numbers, got, wanted)
+    return None if near else why
 
 
 def _at(given: Any, place: Place) -> Any:
@@ -209,7 +231,7 @@ def _at(given: Any, place: Place) -> Any:
 
 def _as_near(
     root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool,
-    got: list[torch.Tensor], wanted: list[torch.Tensor],
+    numbers: dict[str, Any], got: list[torch.Tensor], wanted: list[torch.Tensor],
 ) -> bool:  # fmt: skip
     """Whether ``got`` is as near to the model in float64 as ``wanted``, the model's own, is.
 
@@ -221,6 +243,7 @@ def _as_near(
         return False
     with restored_tensors(root):
         twin = doubled(live_copy(root, training))
+        put(twin, numbers)
     try:
         with in_double():
             call = lambda: _plain(twin, signature, widen(_clone(batch)))  # noqa: E731

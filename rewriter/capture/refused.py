@@ -29,6 +29,7 @@ class Refused(CaptureError):
     outside: CodeType | None = None
     transform: bool = False  # because of a torch.vmap, or the like
     error: bool = False  # because of an error that forward raised under the trace
+    number: str = ""  # the attribute with the number that forward changes: :mod:`.kept_numbers`
     apart: bool = False  # the module that asks costs little to ask when it is captured by itself
 
 

@@ -5,7 +5,8 @@ a class of torch. A trace that was refused for this reason is tried again with c
 methods, and of the functions next to them, in which that builtin is replaced by the one defined
 here. The user's own functions and modules are not changed. In the same way functions that leave
 torch (:mod:`.opaque_calls`) become calls that are recorded, and numpy is replaced
-(:mod:`.numpy_calls`).
+(:mod:`.numpy_calls`); where forward keeps numbers, so are ``min``, ``max`` and :mod:`math`
+(:mod:`.kept_numbers`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import numpy_calls
+from . import kept_numbers, numpy_calls
 from .intercept import size
 from .opaque_calls import applied, wrapper
 from .values import Span, Value
@@ -45,6 +46,8 @@ class ReplacedBuiltins:
         own = {"len": length, "int": _Int, "float": _Float, "range": _Range, "type": _Type}
         self.numpy = "numpy" in sizes
         self.builtins = {**vars(builtins), **{name: own[name] for name in sizes - {"numpy"}}}
+        if tracer.numbers:
+            self.builtins |= kept_numbers.own_builtins(tracer)
 
     def methods(self, kind: type) -> dict[str, Any]:
         """The methods that a subclass of ``kind`` has to define."""
@@ -99,6 +102,8 @@ class ReplacedBuiltins:
                 scope[name] = self.function(value, package)
             elif self.outside and name != "__builtins__":
                 scope[name] = applied(self.tracer, value, self.outside) or value
+            if self.tracer.numbers:
+                scope[name] = kept_numbers.stand_in(self.tracer, value) or scope[name]
             if self.numpy:
                 scope[name] = numpy_calls.stand_in(value) or scope[name]
         return scope
@@ -156,6 +161,9 @@ class _Float(float, metaclass=_Kind):
     """A ``float`` that turns such a size into a number of the graph."""
 
     def __new__(cls, *args: Any) -> Any:
+        value = args[0] if len(args) == 1 else None
+        if isinstance(value, Value) and value.number and type(value.pair[0]) is float:
+            return value
         return args[0] * 1.0 if _is_size(args) else float(*args)
 
 

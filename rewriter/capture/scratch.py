@@ -112,7 +112,10 @@ def _hold(tracer: Tracer, module: nn.Module, path: str, live: nn.Module) -> None
     for name, kept in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules", "forward"):
             continue
-        if isinstance(kept, torch.Tensor):
+        if f"{dot}{name}" in tracer.numbers:
+            pair = tracer.numbers[f"{dot}{name}"]
+            vars(module)[name] = make(tracer, (*pair,), static=False, path=f"{dot}{name}")
+        elif isinstance(kept, torch.Tensor):
             vars(module)[name] = _held(tracer, kept, kept, f"{dot}{name}")
         elif type(kept) in (list, tuple, dict):
             vars(module)[name] = rebuild(kept, partial(lifted, tracer, hint=name))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from recast.rewriter.compiled.value_checks import (
     Function,
     NotComparable,
     ProcessLocal,
+    Same,
 )
 from recast.rewriter.compiled.visible_names import visible_names
 from recast.rewriter.ir import KEY, Graph, Node, note
@@ -66,6 +67,7 @@ class Traced:
     # tensors come behind ``stores``
     argument_writes: tuple[tuple[Place, Any], ...] = ()
     prints: tuple[str, ...] = ()  # lines that print or log, which the graph does not
+    numbers: tuple[str, ...] = ()  # attributes that are read anew at each call
     squeezes: Squeezed = field(default_factory=Squeezed)  # the sizes that decide ranks
 
 
@@ -82,6 +84,7 @@ def trace(
     plain_flags: bool = False,
     sizes_kept: frozenset[str] = frozenset(),
     outside: frozenset[CodeType] = frozenset(),
+    numbers: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`.
 
@@ -90,7 +93,7 @@ def trace(
     """
     tracer = Tracer(
         root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
-        plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
+        plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside, numbers=numbers,
     )  # fmt: skip
     before = state(tracer.scratch)
     shared = _shared(root)
@@ -223,7 +226,7 @@ def _finish(
     reading = tracer.reading
     stores, left = attribute_writes(tracer.scratch, reading, before, kept)
     written = {(p, n) for p, n, _ in left}
-    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in stores)}
+    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in (*stores, *tracer.numbers))}
     template = None
     if _simple(result):
         out = argument(tracer, result)
@@ -251,12 +254,21 @@ def _finish(
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tracer.bakes_computed_dtypes,
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
-        taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
+        (
+            *taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
+            *(_number(path, pair) for path, pair in tracer.numbers.items()),
+        ),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
-        tuple(reading.prints), squeezes,
+        tuple(reading.prints), (*tracer.numbers,), squeezes,
     )  # fmt: skip
+
+
+def _number(path: str, pair: tuple[Any, ...]) -> BakedValue:
+    """The check for an attribute of which only the type is the same at each call."""
+    owner, _, name = path.rpartition(".")
+    return BakedValue("number", owner, name, Same(type(pair[0])))
 
 
 def _kept(

@@ -9,9 +9,9 @@ trace leaves nothing behind.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -59,12 +59,14 @@ class Tracer:
         self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
         opaque: frozenset[str], prefix: str, plain_flags: bool,
         sizes_kept: frozenset[str] = frozenset(), outside: frozenset[CodeType] = frozenset(),
+        numbers: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.root = root  # where lifted constants go
         self.live = live  # runs layers on the examples
         self.training = training
         self.sizes = sizes
         self.prefix = prefix
+        self.numbers = numbers  # that forward keeps, by path: those of the two examples
         self.running = False  # while positive, calls are not recorded
         self.stack: list[str] = [""]  # paths of the modules whose forward runs
         self.innermost: str | None = None  # the module that raised
@@ -107,7 +109,7 @@ class Tracer:
         self.holds_shapes = "shape" in sizes_kept  # functions that leave torch, to theirs
         named = frozenset(n for n in sizes_kept if " " not in n) - {"shape"}
         self.int_lines = {n.removeprefix("int ") for n in sizes_kept - named}  # see asked_again()
-        own = ReplacedBuiltins(self, named, outside) if named or outside else None
+        own = ReplacedBuiltins(self, named, outside) if named or outside or numbers else None
         scratch.prepare(self, opaque, plain_flags, own)
 
     @contextmanager

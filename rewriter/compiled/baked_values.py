@@ -118,6 +118,10 @@ def closures(
             continue
         check = check.check if isinstance(check, ProcessLocal) else check
         held: list[ValueCheck] = [Cell(check, cell) for cell in cells.get((code, name, place), ())]
+        if not held and gc.get_freeze_count() and not any(lies_within(code, c) for c in seen.codes):
+            raise NotComparable(
+                f"{name}, a variable around {code.co_qualname}, which gc.freeze() hides"
+            )
         if not held and portable(check):  # else it is of the trace itself, which made the function
             held = [Held(check, value)]
         taken += [BakedValue("closure", code.co_qualname, name, one) for one in held]

@@ -30,9 +30,9 @@ class BakedValue:
     "answer" of its ``__getattr__``, "class" for an attribute of its class, "base" for one of a
     class above that, "global", "closure", "environment" for an environment variable, or for the
     names of all, "flag" of torch, "setting" of a library's Python module, "grad", "shape" or
-    "dtype" of a tensor, "slot" for an attribute, parameter, buffer or module that may be missing,
-    "members" for the names of all parts of a module, "import" for a Python module that a function
-    imports.
+    "dtype" of a tensor, "number" for the type of an attribute, "slot" for an attribute, parameter,
+    buffer or module that may be missing, "members" for the names of all parts of a module, "import"
+    for a Python module that a function imports.
     """
 
     kind: str
@@ -83,7 +83,7 @@ def _check(taken: BakedValue, modules: Mapping[str, nn.Module]) -> Check | None:
 
 
 _OF_MODULES = frozenset({
-    "attribute", "answer", "class", "base", "grad", "shape", "dtype", "slot", "members",
+    "attribute", "answer", "class", "base", "grad", "shape", "dtype", "number", "slot", "members",
 })  # fmt: skip
 
 
@@ -93,6 +93,8 @@ def _of_module(taken: BakedValue, module: nn.Module) -> Check:
         return _records, (module._parameters, name), taken.check, f"{label}.requires_grad"
     if taken.kind in ("shape", "dtype"):
         return _fact, (module, name, taken.kind), taken.check, f"{label}.{taken.kind}"
+    if taken.kind == "number":
+        return _type, (vars(module), name), taken.check, f"the type of {label}"
     if taken.kind == "slot":
         return slot, (module, name), taken.check, label
     if taken.kind == "members":
@@ -129,6 +131,10 @@ def answer(question: str, *of: str) -> Any:
 def _fact(module: nn.Module, name: str, fact: str) -> Any:
     """The shape or dtype of a tensor; None if there is no such tensor, which graphs find out."""
     return getattr(slot(module, name), fact, None)
+
+
+def _type(held: dict[str, Any], name: str) -> type:
+    return type(held.get(name, Absent))
 
 
 def slots(module: nn.Module) -> tuple[Mapping[str, Any], ...]:

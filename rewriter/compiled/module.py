@@ -229,6 +229,8 @@ class Compiled(nn.Module):
         of_parts = filter(None, (part.why_not_recordable() for part in self._parts.values()))
         if any(traced.argument_writes for traced in self._runner.traced.values()):
             return "forward writes into a dict that it is given, and a replay would not"
+        if any(traced.numbers for traced in self._runner.traced.values()):
+            return "forward counts in Python, and a replay would not"
         return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
 
     @property

@@ -99,6 +99,12 @@ class Net(nn.Module):
 SCALE, CHANGE = closed()
 
 
+@pytest.fixture(autouse=True)
+def closures_are_found() -> None:
+    """The garbage collector does not know what was there when it was told to freeze that."""
+    globals()["SCALE"], globals()["CHANGE"] = closed()
+
+
 def put(name: str, value: Any) -> Callable[[Any], None]:
     return lambda m: globals().__setitem__(name, value)
 
@@ -216,6 +222,16 @@ def test_a_change_is_seen(name: str, copied: bool) -> None:
         change(model)
     with pytest.warns(recast.RecastWarning, match=says):
         torch.testing.assert_close(fast(IDS), plain(IDS))
+
+
+def test_a_frozen_closure_is_not_relied_upon() -> None:
+    """As servers freeze what they share between processes."""
+    gc.freeze()
+    fast = recast.optimize(Net(CHANGES["nonlocal"][0]), example=IDS)
+    assert fast.report.captured != "whole"
+    assert "factor, a variable around closed.<locals>.scale, which gc.freeze() hides" in str(
+        fast.report
+    )
 
 
 def late(m: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,242 @@
+"""Numbers that forward keeps in the model: counters, annealed weights, the last batch size."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recast
+from recast.errors import RecastWarning
+from recast.rewriter.capture.capture_model import capture
+
+Form = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.mlp = nn.EmbeddingBag(50, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.steps, self.rows = 0, 7
+        self.heat, self.mean = 1.0, 0.0
+        self.inner = Inner()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return h * min(1.0, self.calls / 10)
+
+
+def annealed(m: Net, x: Tensor) -> Tensor:
+    m.steps += 1
+    weight = min(0.2, 1.0 * m.steps / 20)
+    h = m.e(x)
+    return m.mlp(h) + weight * h.square()
+
+
+def trained_alone(m: Net, x: Tensor) -> Tensor:
+    if m.training:
+        m.steps += 1
+    return m.mlp(m.e(x)) * (1 + m.steps)
+
+
+def cooled(m: Net, x: Tensor) -> Tensor:
+    m.heat = max(m.heat * 0.9, 0.3)
+    return F.softmax(m.mlp(m.e(x)) / m.heat, -1)
+
+
+def decayed(m: Net, x: Tensor) -> Tensor:
+    h = m.mlp(m.e(x)) * math.exp(-m.steps / 5) + sqrt(float(m.steps))
+    m.steps = m.steps + 1
+    return h
+
+
+def every_tenth(m: Net, x: Tensor) -> Tensor:
+    m.steps += 1
+    h = m.mlp(m.e(x))
+    if m.steps % 10 == 0:
+        h = h * 2
+    return h
+
+
+def warmed_up(m: Net, x: Tensor) -> Tensor:
+    h = m.mlp(m.e(x))
+    if m.steps < 4:
+        h = h.detach() + m.e(x)
+    m.steps += 1
+    return h
+
+
+def last_size(m: Net, x: Tensor) -> Tensor:
+    n = x.size(0)
+    if n != m.rows:
+        m.rows = n
+    return m.mlp(m.e(x)).view(m.rows, 2, 4).sum(1)
+
+
+def largest_size(m: Net, x: Tensor) -> Tensor:
+    m.rows = max(m.rows, len(x))
+    return m.mlp(m.e(x)) / m.rows
+
+
+def longer(m: Net, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.mlp(m.e(x[:, : 1 + m.steps]))
+
+
+def nested(m: Net, x: Tensor) -> Tensor:
+    return m.inner(m.mlp(m.e(x))) + m.inner.calls
+
+
+def read_alone(m: Net, x: Tensor) -> Tensor:
+    last = m.steps
+    m.steps = last + x.size(0)
+    return m.mlp(m.e(x)) + last
+
+
+def smoothed(m: Net, x: Tensor) -> Tensor:
+    h = m.mlp(m.e(x))
+    m.mean = 0.9 * m.mean + 0.1 * h.mean().item()
+    return h - m.mean
+
+
+def overwritten(m: Net, x: Tensor) -> Tensor:
+    if m.steps > 5:
+        m.steps = 0
+    m.steps += 1
+    return m.mlp(m.e(x)) * m.steps
+
+
+def indexed(m: Net, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.mlp(m.e(x)) * [0.5, 1.0, 2.0][m.steps % 3]
+
+
+WHOLE = [annealed, trained_alone, cooled, decayed, every_tenth, warmed_up, last_size, largest_size,
+         longer, nested, read_alone, smoothed, overwritten]  # fmt: skip
+IN_PART = [indexed]
+
+
+def made(form: Form) -> Net:
+    kind: Any = type(form.__name__, (Net,), {"forward": form, "__module__": __name__})
+    made: Net = kind()
+    return made
+
+
+def ids(rows: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 50, (rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, rows: list[int]) -> list[Tensor]:
+    """Outputs, gradients and numbers of some steps in train mode, and a call in eval mode."""
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for k, n in enumerate(rows):
+        out = model(ids(n, k))
+        opt.zero_grad()
+        out.square().mean().backward()
+        seen += [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        opt.step()
+        if k % 4 == 3:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(ids(n, k)))
+            model.train()
+        seen.append(torch.tensor([model.steps, model.rows, model.heat, model.mean,
+                                  model.inner.calls]))  # fmt: skip
+    return seen
+
+
+@pytest.mark.parametrize("form", WHOLE + IN_PART)
+def test_same_numbers(form: Form) -> None:
+    plain, given = made(form), made(form)
+    before = {k: v for k, v in vars(given).items() if type(v) in (int, float)}
+    fast = recast.optimize(given, example=ids(16))
+    assert {k: v for k, v in vars(given).items() if type(v) in (int, float)} == before
+    whole = str(fast.report)
+    assert ("captured whole" in whole) == (form in WHOLE)
+    sizes = [16, 16, 9, 9, 16, 1, 16, 16, 5, 5, 5, 16]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecastWarning)
+        got = train(fast, sizes)
+    torch.testing.assert_close(got, train(plain, sizes))
+
+
+@pytest.mark.parametrize(
+    "form", [annealed, trained_alone, cooled, decayed, longer, nested, read_alone, smoothed]
+)
+def test_the_graph_runs(form: Form) -> None:
+    """A counter makes no call run the plain forward: warnings are errors here."""
+    plain, fast = made(form), recast.optimize(made(form), example=ids(16))
+    sizes = [16, 16, 9, 16, 16, 16, 16, 16]
+    torch.testing.assert_close(train(fast, sizes), train(plain, sizes))
+
+
+@pytest.mark.parametrize("form", [every_tenth, last_size])
+def test_the_graph_runs_again(form: Form) -> None:
+    """A call that branches otherwise is the plain forward's, those after it are not."""
+    fast = recast.optimize(made(form), example=ids(16))
+    graph = fast._runner.cases["both"].program
+    ran = []
+    run = graph.run
+    graph.run = lambda *args: ran.append(1) or run(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecastWarning)
+        for _ in range(12):
+            fast(ids(16))
+    assert len(ran) == 11
+
+
+def test_set_from_outside() -> None:
+    plain, fast = made(annealed), recast.optimize(made(annealed), example=ids(16))
+    train(plain, [16] * 3), train(fast, [16] * 3)
+    plain.steps = fast.steps = 0
+    torch.testing.assert_close(train(fast, [16]), train(plain, [16]))
+    plain.steps = fast.steps = 2.5
+    with pytest.warns(RecastWarning, match="the type of steps was changed"):
+        got = train(fast, [16])
+    torch.testing.assert_close(got, train(plain, [16]))
+
+
+class Counted(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return annealed(self, x)
+
+
+def test_copies_count_by_themselves() -> None:
+    fast = recast.optimize(Counted(), example=ids(16))
+    train(fast, [16] * 3)
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        train(other, [16])
+        assert (other.steps, fast.steps) == (4, 3)
+
+
+def test_said() -> None:
+    fast = recast.optimize(made(nested), example=ids(16))
+    said = "numbers that forward changes, read and stored at each call: inner.calls"
+    assert said in str(fast.report)
+    assert fast.why_not_recordable() == "forward counts in Python, and a replay would not"
+
+
+@pytest.mark.parametrize("form", [annealed, every_tenth])
+def test_no_questions_where_nothing_takes_over(form: Form) -> None:
+    """On ranks the plain forward cannot run: a branch that a later call takes would be an error."""
+    captured = capture(made(form), ids(16), falls_back=False)
+    assert captured.kind == ("whole" if form is annealed else "partial")
+    if form is every_tenth:
+        assert captured.why == "forward changes self.steps, which a graph would not do at each call"
