@@ -227,7 +227,7 @@ def attach(
     tiers = _tiers(table, 0, parts)
     kind = dynamic_tiers._layout(optimizer, weight, lazy)
     rooms = _rooms(table.name, tiers, kind.size, _on_disk(kind).size, bytes_of_an_id, parts)
-    table.tier = _tier(table, tiers, kind, partial(dynamic_tiers._slabs, optimizer, kind), rooms)
+    table.tier = _tier(table, tiers, kind, dynamic_tiers.RecordSlabs(optimizer, kind), rooms)
     if parts == 1:
         _claim(table.tier)
 

@@ -5,7 +5,7 @@ writes to all of it, row by row; and by then a row may belong to another id. So 
 hold a fixed number and one that changes with each generation of rows, that is whenever new ids
 arrive. After a write from another generation, or a mixture, the first is as before but the ratio of
 both is not. Elementwise or row-wise operations, such as weight decay or normalisation, change the
-first too, or keep the ratio: they are allowed.
+first too, or keep the ratio: they are allowed, unless some rows are on disk, which they miss.
 """
 
 from __future__ import annotations
@@ -38,6 +38,21 @@ def is_unchanged(slab: Tensor, ratio: float) -> bool:
         return True  # changed by an elementwise operation, perhaps to NaN
     tolerance = min(64 * torch.finfo(slab.dtype).eps, 0.25 / _RATIOS)
     return abs(second / first - ratio) <= tolerance
+
+
+def is_untouched(slab: Tensor, ratio: float) -> bool:
+    """Whether nothing at all was written to the marked rows of ``slab``."""
+    return slab[-ROWS:, 0].tolist() == [_FIXED, _FIXED * ratio]
+
+
+def below_error(name: str, rows: int) -> UsageError:
+    """The error for a write to the rows in memory of a table that has more of them."""
+    return UsageError(
+        f"{name}: its weight was written to as a whole, and {rows} of its rows are on disk",
+        why="what is done to all rows, as a decay by hand, reaches those in memory alone",
+        tries=("the optimizer's own weight decay",
+               "recast.dynamic.export, the same to its rows, and recast.dynamic.import_"),
+    )  # fmt: skip
 
 
 def changed_error(name: str) -> UsageError:

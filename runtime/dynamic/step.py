@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -123,26 +124,43 @@ def prepare(optimizer: Optimizer) -> None:
     """Called before rows are updated: initialise the state of new rows."""
     lazy = row_optimizer.is_lazy(optimizer)
     rule = None
-    for group, weight, table in tables(optimizer):
+    for _, weight, table in tables(optimizer):
         table.check_gradient(weight)
         if weight.grad is not None:  # the optimizer may have been made after ``optimize``
             check(optimizer, weight, table.name, lazy=lazy, sparse=True)
         if not state_hooks.has(optimizer, _only_stored):
             _check_loaded(optimizer, weight, table)
         _hook(optimizer)
-        fresh = table.take_fresh()
         rule = rule or row_rules.rule_of(optimizer, lazy)
-        if rule is None or not rule.states:
+        if rule is not None and rule.states:
+            dynamic_tiers.check_states(table, rule.states, optimizer)
+            state = optimizer.state[weight]
+            if not state:
+                state.update(_begin(optimizer, weight, table, rule))
+        _begin_fresh(optimizer, weight, table)
+
+
+def _begin_fresh(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
+    """Initialise the state of new rows, in all optimizers that have stepped the table: in a row
+    that was another id's, each has the state of that one.
+    """
+    steppers = _STEPPERS.setdefault(table, WeakSet())
+    steppers.add(optimizer)
+    fresh = table.take_fresh()
+    if not len(fresh):
+        return
+    for one in steppers:
+        rule = row_rules.rule_of(one, row_optimizer.is_lazy(one))
+        group, state = _group(one, weight), one.state.get(weight)
+        if rule is None or group is None or not state:
             continue
-        dynamic_tiers.check_states(table, rule.states)
-        state = optimizer.state[weight]
-        if not state:
-            state.update(_begin(optimizer, weight, table, rule))
-        if not len(fresh):
-            continue
-        start = rule.start(optimizer, group, _one_row(weight))
+        start = rule.start(one, group, _one_row(weight))
         for name in rule.states:
             state[name][fresh] = start[name].to(state[name].dtype)
+
+
+# The optimizers that have stepped a table, or saved its state.
+_STEPPERS: WeakKeyDictionary[DynamicTable, WeakSet[Optimizer]] = WeakKeyDictionary()
 
 
 def hook_state(optimizer: Optimizer) -> None:
@@ -205,27 +223,14 @@ def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     for number, weight, table in _numbered(optimizer, state_dict):
         if number not in states:
             continue
-        _renew(optimizer, weight, table)
+        if optimizer.state.get(weight):
+            _begin_fresh(optimizer, weight, table)  # as the next step would
         rows = table.stored()[1]
         states[number] = {
             name: table.take(name, value, rows) if _of_rows(value, table.slab_rows) else value
             for name, value in states[number].items()
         }
     return {**state_dict, "state": states}
-
-
-def _renew(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
-    """Initialise the state of new rows now, as the next step would."""
-    lazy = row_optimizer.is_lazy(optimizer)
-    rule = row_rules.rule_of(optimizer, lazy)
-    group = _group(optimizer, weight)
-    state = optimizer.state.get(weight)
-    if rule is None or group is None or not state:
-        return
-    fresh = table.take_fresh()
-    start = rule.start(optimizer, group, _one_row(weight))
-    for name in rule.states:
-        state[name][fresh] = start[name].to(state[name].dtype)
 
 
 def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

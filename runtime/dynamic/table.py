@@ -158,7 +158,7 @@ class DynamicTable(Bookkeeping):
             real = joined != self.padding
             matrix, found = look_up(weight, joined[real])
             if matrix is not weight:  # row 0 is for padding there too
-                matrix, found = torch.cat([weight[:1], matrix]), found + 1
+                matrix, found = torch.cat([weight.detach()[:1], matrix]), found + 1
             rows = torch.zeros_like(joined)
             rows[real] = found
         sizes = [x.numel() for x in ids]
@@ -190,14 +190,18 @@ class DynamicTable(Bookkeeping):
     def check_generation(self, weight: Tensor) -> None:
         """Raise UsageError if rows from another time have been written to ``weight``."""
         ratio = self._generation
-        if (
-            ratio is None
-            or len(weight) != self.slab_rows
-            or generation.is_unchanged(weight.detach(), ratio)
-        ):
+        if ratio is None or len(weight) != self.slab_rows:
             return
-        if self._generation is ratio:  # else new ids arrived during the check
-            raise generation.changed_error(self.name)
+        slab = weight.detach()
+        if generation.is_untouched(slab, ratio):
+            return
+        below = 0 if self.tier is None else self.tier.below
+        rows_alone = generation.is_unchanged(slab, ratio)
+        if self._generation is not ratio or (rows_alone and not below):
+            return  # in the first case new ids arrived during the check
+        if rows_alone:
+            raise generation.below_error(self.name, below)
+        raise generation.changed_error(self.name)
 
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         self.check_generation(weight)

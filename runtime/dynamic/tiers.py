@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,7 @@ def attach(
     whole, else when it is first needed.
     """
     kind = _layout(optimizer, weight, lazy)
-    table.tier = _tier(table, kind, partial(_slabs, optimizer, kind))
+    table.tier = _tier(table, kind, RecordSlabs(optimizer, kind))
     if optimizer is not None and parts == 1:
         _ = table.tier.store
 
@@ -105,15 +106,27 @@ def detach(table: DynamicTable) -> None:
         table.tier = None
 
 
-def check_states(table: DynamicTable, states: tuple[str, ...]) -> None:
-    """Raise UsageError if rows have states that records have no room for."""
-    kind = None if table.tier is None else table.tier.kind
-    if kind is not None and any(kind.of(name) is None for name in states):
+def check_states(table: DynamicTable, states: tuple[str, ...], optimizer: Optimizer) -> None:
+    """Raise UsageError if rows have states that records have no room for, or whose place there is
+    that of another optimizer.
+    """
+    if table.tier is None:
+        return
+    kind, slabs = table.tier.kind, table.tier.slabs
+    if any(kind.of(name) is None for name in states):
         raise UsageError(
             f"{table.name}: on disk there is no place for {', '.join(states)} of the optimizer",
             why="a record holds weights and state of a row, for the optimizer that optimize() had",
             tries=("recast.optimize(model, optimizer, tables=...)",),
         )
+    if isinstance(slabs, RecordSlabs) and slabs.optimizer is not optimizer:
+        raise UsageError(
+            f"{table.name}: stepped by another {type(optimizer).__name__} than optimize() had",
+            why="a record on disk holds the state of a row in that one, which would stay where the"
+            " state of this one belongs",
+            tries=("the same optimizer, with other settings in its param_groups",
+                   "recast.checkpoint.save, and load into recast.optimize(model, optimizer, ...)"),
+        )  # fmt: skip
 
 
 def _tiers(name: str, how: Dynamic) -> Tiers:
@@ -142,8 +155,14 @@ def _layout(optimizer: Optimizer | None, weight: Tensor, lazy: bool) -> Layout:
     return records.layout(rows)
 
 
-def _slabs(optimizer: Optimizer | None, kind: Layout, weight: Tensor) -> dict[str, Tensor]:
-    """The tensors whose rows make up a record, by field name."""
-    names = [field.name for field in kind.fields[1:]]
-    state = {} if optimizer is None else optimizer.state.get(weight, {})
-    return {"weight": weight.data, **{name: state[name] for name in names}}
+@dataclass(frozen=True)
+class RecordSlabs:
+    """The tensors whose rows make up a record, by field name: a table and its state."""
+
+    optimizer: Optimizer | None
+    kind: Layout
+
+    def __call__(self, weight: Tensor) -> dict[str, Tensor]:
+        names = [field.name for field in self.kind.fields[1:]]
+        state = {} if self.optimizer is None else self.optimizer.state.get(weight, {})
+        return {"weight": weight.data, **{name: state[name] for name in names}}

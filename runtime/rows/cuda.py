@@ -99,6 +99,8 @@ def _takes(one: Update, table: Table) -> bool:
     for state in states:
         if state.dtype is not states[0].dtype or not _is_plain(state):
             return False
+        if state.shape != weight.shape[: state.dim()]:  # the kernels take it for granted
+            return False
         if state.device != weight.device:
             return False
     for scalar in (one.grad_scale, one.found_inf):

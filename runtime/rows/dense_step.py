@@ -75,7 +75,9 @@ def _gains(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _fits(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether all tensors are contiguous, in float32 and on the CPU, and have a state, or none."""
+    """Whether all tensors are contiguous, in float32 and on the CPU, and have a state, or none; and
+    whether they are of one shape, which the fused kernels take for granted, and write beyond.
+    """
     params, started = group["params"], set()
     if len(set(map(id, params))) < len(params):
         return False  # torch warns of it, and steps such a parameter twice
@@ -83,12 +85,18 @@ def _fits(optimizer: Optimizer, group: Mapping[str, Any], names: tuple[str, ...]
         grad = parameter.grad
         if grad is None:
             continue
-        if not (_plain(parameter) and _plain(grad)):
+        if not (_plain(parameter) and _plain(grad) and grad.shape == parameter.shape):
             return False
         state = optimizer.state.get(parameter, {})
         states = [state[name] for name in names if state.get(name) is not None]
         if not all([_plain(one) for one in states]):
             return False
+        shape = parameter.shape
+        for name in names:
+            if name != "step" and (one := state.get(name)) is not None and one.shape != shape:
+                return (
+                    False  # as load_state_dict leaves it for a model of other sizes: torch raises
+                )
         started.add(bool(states))
     return len(started) == 1  # momentum begins for all of a group at once, or for none
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from recast.errors import CheckpointError
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.grad import RowGrad
@@ -87,7 +88,23 @@ def apply(updates: Sequence[Update]) -> None:
         for piece in update.grad.cell.pieces:
             piece.check()
     for update in row_kernel.update(row_cuda.update(updates)):
+        _check_states(update)
         _in_torch(update)
+
+
+def _check_states(update: Update) -> None:
+    """Raise CheckpointError for state of another shape, which no kernel takes either."""
+    of_rows = update.action == "row_wise_adagrad"
+    wanted = update.weight.shape[:1] if of_rows else update.weight.shape
+    for state in update.states:
+        if state.shape != wanted:
+            raise CheckpointError(
+                f"the optimizer's state for a table of {tuple(update.weight.shape)} is"
+                f" {tuple(state.shape)}",
+                why="the state of another table was loaded, or the weight was replaced by one of"
+                " another size after the optimizer had begun",
+                tries=("a new optimizer", "optimizer.state.pop(parameter), which begins anew"),
+            )
 
 
 def _in_torch(update: Update) -> None:

@@ -396,3 +396,41 @@ def test_torch_may_not_average_rows_of_other_ids(
     refused = pytest.raises(UsageError, match="a dynamic table inside DistributedDataParallel")
     with refused if ranks > 1 else nullcontext():
         fast(*stream.batch(5))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("first", [adagrad, sgd])
+def test_rows_are_new_to_all_optimizers(first: Any) -> None:
+    """The row of an id that is gone has its state in the optimizer that does not step, too."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, mode="sum"))
+    tables = {"0": recast.Dynamic(max_rows=2, evict="lru", seed=5)}
+    fast = recast.optimize(model, example=torch.tensor([[1], [2]]), tables=tables)
+    opts = first(fast), adagrad(fast)
+
+    def step(id_: int, opt: torch.optim.Optimizer, scale: float = 1.0) -> None:
+        for one in opts:
+            one.zero_grad()
+        (fast(torch.tensor([[id_]])) * scale).sum().backward()
+        opt.step()
+
+    step(1, opts[1], 100.0)
+    step(2, opts[0]), step(3, opts[0])  # which gets the row of 1
+    before = fast.eval()(torch.tensor([[3]])).detach()
+    step(3, opts[1])
+    torch.testing.assert_close(fast(torch.tensor([[3]])), before - 0.1)
+
+
+def test_a_gradient_in_eval_mode_is_of_rows_with_padding_too() -> None:
+    """The row for padding, beside those of ids that are not stored, has no gradient."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0))
+    ids = torch.tensor([[1, 2], [3, 0]])
+    tables = {"0": recast.Dynamic(max_rows=50, seed=5)}
+    fast = recast.optimize(model, example=ids, tables=tables)
+    fast(ids).sum().backward()
+    adagrad(fast).step()
+    fast[0].weight.grad = None
+    fast.eval()(torch.tensor([[1, 0], [1, 77]])).sum().backward()
+    assert "2 rows" in repr(fast[0].weight.grad) and "dense" not in repr(fast[0].weight.grad)

@@ -343,3 +343,26 @@ def test_an_optimizer_that_the_records_do_not_know(tmp_path: Path) -> None:
     row_optimizer.attach(opt)
     with pytest.raises(UsageError, match="there is no place for sum of the optimizer"):
         train(fast, opt, [stream.batch(5)])
+
+
+def test_another_optimizer_of_the_same_kind(tmp_path: Path) -> None:
+    """Its state would not go to disk with the rows."""
+    model, opt, stream = made(tmp_path)
+    train(model, opt, [stream.batch(5)])
+    other = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="another Adagrad than optimize"):
+        train(model, other, [stream.batch(5)])
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), [stream.batch(5)])  # it has none
+
+
+def test_a_write_to_all_rows_misses_those_on_disk(tmp_path: Path) -> None:
+    model, opt, stream = made(tmp_path)
+    with torch.no_grad():
+        model.user.weight.mul_(0.5)  # while all are in memory
+    while not model.user.table.tier.below:
+        train(model, opt, [stream.batch(64)])
+    recast.dynamic.export(model.user)
+    with torch.no_grad():
+        model.user.weight.mul_(0.5)
+    with pytest.raises(UsageError, match=r"written to as a whole, and \d+ of its rows are on disk"):
+        recast.dynamic.export(model.user)

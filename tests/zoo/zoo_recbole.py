@@ -27,10 +27,14 @@ SEQUENTIAL = [
     "FDSA", "SHAN", "HGN", "FPMC", "TransRec", "LightSANs", "CORE", "SINE", "GRU4RecF", "S3Rec",
     "DIN", "DIEN", "NPE", "FOSSIL",
 ]  # fmt: skip
-GENERAL = ["BPR", "NeuMF", "ConvNCF", "CDAE", "ENMF", "NAIS", "FISM", "LINE", "NNCF"]
+GENERAL = [
+    "BPR", "NeuMF", "ConvNCF", "CDAE", "ENMF", "NAIS", "FISM", "LINE", "NNCF", "MultiVAE",
+    "MultiDAE", "MacridVAE",
+]  # fmt: skip
 LOSSES = {  # both ways
     "FM", "DeepFM", "AutoInt", "SASRec", "FPMC", "TransRec", "CDAE", "ENMF", "GRU4Rec", "NARM",
-    "STAMP", "Caser", "NextItNet", "CORE", "SINE", "LightSANs", "NPE",
+    "STAMP", "Caser", "NextItNet", "CORE", "SINE", "LightSANs", "NPE", "MultiVAE", "MultiDAE",
+    "MacridVAE",
 }  # fmt: skip
 GRAPH = ["LightGCN"]  # its forward takes nothing: its loss alone
 
@@ -193,7 +197,7 @@ ARGUMENTS = {  # of forward, and the columns that they are
     "item_seq": "item_id_list", "seq_item": "item_id_list", "neg_item_seq": "neg_item_id_list",
     "item_seq_len": "item_length", "seq_item_len": "item_length", "user": "user_id",
     "x_users": "user_id", "h": "user_id", "item": "item_id", "next_items": "item_id",
-    "next_item": "item_id", "t": "item_id", "x_items": "taken",
+    "next_item": "item_id", "t": "item_id", "x_items": "taken", "rating_matrix": "taken",
 }  # fmt: skip
 
 
