@@ -305,6 +305,7 @@ def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if found is None else found.thens
 
     monkeypatch.setattr(mlp_layers, "why_not", lambda: None)
+    monkeypatch.setattr(mlp_layers, "one_is_torchs", lambda: False)
     assert letters(x, steps) is None
     assert letters(x, steps, recorded=False) == "r"
     assert letters(x[:3], steps, recorded=False) == "r"
@@ -317,6 +318,11 @@ def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert letters(x, ["relu", "linear"]) is None
     assert letters(x, ["linear", "relu", "relu"]) == "r"
     assert letters(x, ["linear", "gelu"]) is None
-    monkeypatch.setattr(mlp_layers, "why_not", lambda: "torch's are faster")
+    monkeypatch.setattr(mlp_layers, "one_is_torchs", lambda: True)
     assert letters(x, steps) is None
     assert letters(x, steps, recorded=False) is None
+    params += [torch.randn(1, 40), None]
+    assert letters(x, [*steps, "linear"]) == "rn"
+    monkeypatch.setattr(mlp_layers, "why_not", lambda: "torch's are faster")
+    assert letters(x, [*steps, "linear"]) is None
+    assert letters(x, [*steps, "linear"], recorded=False) is None
