@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _PYTHON = ("__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__")
 _PADS = pad_packed_sequence.__code__
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_APPLY = torch.nn.Module._apply.__code__
+_MADE_BEFORE = (
+    "the layer in __init__",
+    "model(*example) before optimize(): what the first call makes is then there",
+)
 _HISTORY = frozenset({"grad_fn", "is_leaf", "retains_grad", "_version", "output_nr"})
 
 
@@ -49,11 +54,16 @@ def _call(
         return func(*args, **kwargs)
     if isinstance(func, _OPERATORS) and str(func).startswith("profiler."):  # a timeline's label
         return func(*args, **kwargs)
+    if func is torch._C._nn._parse_to and args and isinstance(args[0], torch.device):
+        # ``nn.BCELoss().to(x.device)``: the very device, which :mod:`.operands` knows as that of x
+        return args[0], *func(*args, **kwargs)[1:]
     getter = GETTERS.get(func) if _wrapper(func) else None
     if getter is not None:
         return _attribute(tracer, args[0], getter)
     setter = SETTERS.get(func) if _wrapper(func) else None
     if setter is not None:
+        if sys._getframe(2).f_code is _APPLY:
+            tracer.refuse("makes a layer and moves it, as at its first call", tries=_MADE_BEFORE)
         tracer.refuse(f"assigns to .{setter} of a tensor")
     name = METHODS.get(id(func))
     if name is None:

@@ -281,3 +281,40 @@ def test_what_each_call_makes_alike_is_captured(kind: type[Base]) -> None:
         fast = recast.optimize(model, example=torch.randn(6, 4))
         assert fast.report.to_dict()["captured"] == "whole"
         calls_agree(plain, fast)
+
+
+class MadeAndMoved(Base):
+    def centre(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4).to(x.device)
+        centre: Tensor = self.head(x)
+        return centre
+
+
+def test_a_layer_that_is_made_and_moved() -> None:
+    fast = recast.optimize(MadeAndMoved(), example=torch.randn(8, 4))
+    report = fast.report.to_dict()
+    assert report["captured"] == "none"  # lone layers are no graph
+    assert report["why"].startswith("makes a layer and moves it, as at its first call")
+    model = MadeAndMoved()
+    model(torch.randn(8, 4))
+    assert recast.optimize(model, example=torch.randn(8, 4)).report.captured == "whole"
+
+
+class Criterion(Base):
+    """Layers without parameters of their own, made and moved at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.Softplus().to(x.device)(self.a(x))
+        weighted = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0])).to(x.device)
+        loss: Tensor = weighted(self.b(y), (x > 0).float())
+        return loss
+
+
+def test_a_loss_that_is_made_at_each_call() -> None:
+    plain = Criterion()
+    fast = recast.optimize(plain, example=torch.randn(8, 4))
+    assert fast.report.captured == "whole"
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(fast(x), plain(x))
+    assert fast.to("meta")(x.to("meta")).is_meta
