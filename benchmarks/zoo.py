@@ -6,7 +6,8 @@
     python benchmarks/zoo.py --resume                # goes on where a run was stopped
 
 ``speed`` is the time of a training step of the plain model over that of the optimised one, both in
-one process, in turns: the median of their ratios (Adagrad). Writes ``<date>-<machine>-zoo.json``
+one process, in turns: the median of their ratios (Adagrad). ``inference`` is the same of a call in
+eval mode without gradients, of 128 rows. Writes ``<date>-<machine>-zoo.json``
 and ``.md``, which also record the machine's load: other work slows both down, but not evenly. Each
 library runs in a process of its own; a model that kills it, or does not answer, costs one wrong
 line, and the others go on. Exit code 1 if a model is not right or a library is missing.
@@ -34,7 +35,7 @@ from recast.runtime import device
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "zoo"))
 import zoo_models
-from zoo_judge import Verdict, judge, speed
+from zoo_judge import Verdict, inference, judge, speed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -55,6 +56,7 @@ def row(verdict: Verdict) -> dict[str, object]:
         "lookups": f"{verdict.fused} of {verdict.found}",
         "left to torch": verdict.left,
         "speed": None if verdict.speed is None else f"x{verdict.speed:.2f}",
+        "inference": None if verdict.inference is None else f"x{verdict.inference:.2f}",
         "why": verdict.why or None,
     }
 
@@ -62,8 +64,6 @@ def row(verdict: Verdict) -> dict[str, object]:
 def summary(verdicts: list[Verdict]) -> dict[str, object]:
     """The last line: counts, and the geometric mean of the speeds."""
     total = len(verdicts)
-    speeds = [v.speed for v in verdicts if v.speed is not None]
-    mean = f"x{statistics.geometric_mean(speeds):.2f}, worst x{min(speeds):.2f}" if speeds else None
     return {
         "model": "all",
         "right": f"{sum(v.right for v in verdicts)} of {total}",
@@ -71,9 +71,16 @@ def summary(verdicts: list[Verdict]) -> dict[str, object]:
         "captured": f"{sum(v.captured == 'whole' for v in verdicts)} of {total} whole",
         "lookups": f"all in {sum(v.all_fused for v in verdicts)} of {total}",
         "left to torch": sum(v.left for v in verdicts),
-        "speed": mean,
+        "speed": _mean([v.speed for v in verdicts]),
+        "inference": _mean([v.inference for v in verdicts]),
         "why": None,
     }
+
+
+def _mean(speeds: list[float | None]) -> str | None:
+    """The geometric mean of those that were measured, and the worst."""
+    known = [speed for speed in speeds if speed is not None]
+    return f"x{statistics.geometric_mean(known):.2f}, worst x{min(known):.2f}" if known else None
 
 
 # ---------------------------------------------------------------- one library
@@ -100,6 +107,7 @@ def work(
         if how["rounds"] and verdict.right:
             try:
                 verdict.speed = speed(subject, how["batch"], how["rounds"])
+                verdict.inference = inference(subject)
             except Exception as error:
                 verdict.right, verdict.why = False, f"timing: {type(error).__name__}: {error}"
         yield "end", _line(verdict, max(before, os.getloadavg()[0]), time.perf_counter() - start)

@@ -20,7 +20,7 @@ from recast.rewriter.compiled import trees
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.compiled.signature import of_forward
 
-from . import locate, model_runs
+from . import call_effects, locate, model_runs
 from .judge import Limits
 from .model_runs import Loss, MakeOptimizer, Train
 from .report import DiffReport
@@ -58,6 +58,7 @@ def diff(
         batches = [_cast_batch(b, dtype) for b in batches]
     name = type(plain).__name__
     report = DiffReport(name, seed=seed, steps=steps)
+    report.notes += _counted_apart(plain, fast)
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     make = model_runs.maker(optimizer, plain, fast)
     modes = (False, True) if training else (False,)
@@ -71,6 +72,23 @@ def diff(
             rtol=_rtol(limits, plain), shorter=trials.shorter,
         )  # fmt: skip
     return report
+
+
+def _counted_apart(plain: nn.Module, fast: nn.Module) -> list[str]:
+    """A note of the numbers, such as a count of calls, that the two models begin with."""
+    numbers = (int, float)
+    pairs = zip(plain.named_modules(), call_effects.held_by(plain), strict=True)
+    others = dict(
+        zip((p for p, _ in fast.named_modules()), call_effects.held_by(fast), strict=True)
+    )
+    apart = [
+        f"{path}.{name}".lstrip(".") + f" is {value} in the plain model and {now} in the other"
+        for (path, _), held in pairs
+        for name, value in held.items()
+        if type(value) in numbers and type(now := others.get(path, {}).get(name)) in numbers
+        and now != value and not name.startswith("_")
+    ]  # fmt: skip
+    return [f"before the comparison {'; '.join(apart)}"] if apart else []
 
 
 def _shorter(fast: nn.Module, batch: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from recast.rewriter.capture.capture_model import Captured, capture
 from recast.rewriter.compiled.module import Compiled
@@ -185,4 +185,7 @@ def graphs_of(
 def _inputs(args: tuple[Any, ...], signature: Signature) -> list[Any]:
     """One entry per placeholder: copies of the tensors of the flattened arguments."""
     leaves, _ = signature.leaves(signature.bind(args, {}))
-    return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]
+    return [
+        t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+        for t in leaves
+    ]

@@ -240,3 +240,31 @@ def test_no_questions_where_nothing_takes_over(form: Form) -> None:
     assert captured.kind == ("whole" if form is annealed else "partial")
     if form is every_tenth:
         assert captured.why == "forward changes self.steps, which a graph would not do at each call"
+
+
+def test_a_diff_tells_of_other_counts() -> None:
+    plain, fast = made(annealed), recast.optimize(made(annealed), example=ids(16))
+    assert recast.diff(plain, fast, ids(16)).ok
+    fast(ids(16))
+    report = recast.diff(plain, fast, ids(16))
+    assert not report.ok
+    assert report.notes == [
+        "before the comparison steps is 0 in the plain model and 1 in the other"
+    ]
+
+
+class Sized(Net):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        self.steps += 1
+        return self.mlp(self.e(x)) * n + self.steps
+
+
+def test_a_diff_looks_for_the_node_where_numbers_are_given() -> None:
+    example = [(ids(16), 3), (ids(9), 4)]
+    plain, fast = Sized(), recast.optimize(Sized(), example=example)
+    assert fast.report.captured == "whole"
+    assert recast.diff(plain, fast, example).ok
+    with torch.no_grad():
+        fast._root.mlp[0].weight = nn.Parameter(fast._root.mlp[0].weight + 1)
+    report = recast.diff(plain, fast, example)
+    assert not report.ok and "NOT equal" in str(report)

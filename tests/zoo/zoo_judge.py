@@ -40,6 +40,7 @@ class Verdict:
     raised: int = 0  # rules that raised
     share: float = float("inf")  # of the limit, at the worst tensor
     speed: float | None = None  # of a training step, plain over optimised
+    inference: float | None = None  # of a call in eval mode without gradients
     why: str = ""  # it is not right
 
     @property
@@ -72,7 +73,7 @@ def _judge(subject: Subject, verdict: Verdict) -> None:
     told = fast.report.to_dict()
     verdict.captured, verdict.raised = told["captured"], len(told["raised"])
     verdict.found, verdict.fused = (told["lookups"][key] for key in ("found", "fused"))
-    verdict.left = lookups(fast, batch(ROWS, 0))
+    verdict.left = lookups(copy.deepcopy(fast), batch(ROWS, 0))  # it may count its calls
     verdict.why = names(plain, fast)
     if verdict.why:
         return
@@ -159,6 +160,33 @@ def speed(subject: Subject, rows: int = 2048, rounds: int = 7) -> float:
             if k:
                 ratios.append(times[0] / times[1])
     return statistics.median(ratios)
+
+
+def inference(subject: Subject, rows: int = 128, rounds: int = 15) -> float:
+    """The time of a plain call in eval mode, without gradients, over that of an optimised one: the
+    median of the ratios. A round lasts some milliseconds of each.
+    """
+    with quiet(), torch.no_grad():
+        model, batch = subject.build()
+        example = batch(rows, 0)
+        both = model.eval(), recast.optimize(model, example=example)
+        least = min(_calls(plain_or_fast, example, 1) for plain_or_fast in both * 3)
+        calls = max(1, int(_LEAST / least))
+        ratios = []
+        for _ in range(rounds):
+            times = [_calls(one, example, calls) for one in both]
+            ratios.append(times[0] / times[1])
+    return statistics.median(ratios)
+
+
+_LEAST = 5e-3  # seconds of a round
+
+
+def _calls(model: nn.Module, batch: tuple[Any, ...], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        model(*batch)
+    return time.perf_counter() - start
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Any, ...]) -> float:
