@@ -6,7 +6,8 @@ stores; a buffer that is written in place is written by the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +65,16 @@ def _inside(value: Any) -> Any:
 
 
 def attribute_writes(
-    scratch: nn.Module, reading: PythonReads, before: State, kept: Callable[[str, str], bool]
+    scratch: nn.Module,
+    reading: PythonReads,
+    before: State,
+    kept: Callable[[str, str], bool],
+    layers: Collection[str],
 ) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
     """Attributes that have a new traced value after forward, and those with a plain constant that
     forward wrote without reading the old value. Refuses other lasting changes, and what only the
-    first call makes, unless that is a constant and ``kept(path, name)``: later calls leave it.
+    first call makes, unless that is a constant and ``kept(path, name)``: later calls leave it; and
+    what is set in ``layers``, which run as they are and would read the old value.
     """
     stores: dict[str, Any] = {}
     left: list[tuple[str, str, Any]] = []
@@ -95,6 +101,9 @@ def attribute_writes(
                     why = f"forward changes what is in self.{name}, a {kind}"
                     raise refusal(why, line_of_write(reading.codes, name), path)
                 continue
+            if path in layers and name != "forward":
+                why = f"forward sets {path}.{name}, which the layer reads"
+                raise refusal(why, line_of_write(reading.codes, name), path.rpartition(".")[0])
             leaves: list[Any] = []
             flatten(value, leaves, [])
             registered = name in module._buffers and name not in old["_buffers"]
@@ -189,7 +198,15 @@ def _blind(reading: PythonReads, path: str, name: str, value: Any, was: Any) -> 
         return not read and literal(value)
     read = reading.plain.get((path, name), _ABSENT)
     known = type(value) in PLAIN and type(was) in PLAIN
+    if path in reading.listed and _names_dict(reading):
+        return False  # it may have been read there
     return known and not _equal(value, was) and (read is _ABSENT or not _equal(read, was))
+
+
+def _names_dict(reading: PythonReads) -> bool:
+    """Whether the user's code names ``__dict__``, as ``cached_property`` does too."""
+    codes = (code for code, home in reading.codes.items() if home != functools.__name__)
+    return any("__dict__" in code_names.names_in(code) for code in codes)
 
 
 def _equal(a: Any, b: Any) -> bool:

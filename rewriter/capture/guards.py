@@ -407,19 +407,44 @@ def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
     """Tensors with the shapes of ``target(*args, **kwargs)``, or of that method, but no values."""
-    tensors: list[Any] = []
-    flatten((args, kwargs), tensors, [])
+    tensors, form = list[torch.Tensor](), list[Any]()
+    flatten((args, kwargs), tensors, form)
+    facts = tuple([(t.shape, t.dtype) for t in tensors])
+    floats = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    try:
+        key = target, facts, tuple(form)
+        known = _OF_META.get(key)
+    except TypeError:  # an argument has no hash
+        known, key = None, None
+    if known is None:
+        known = _shapes_on_meta(target, args, kwargs)
+        if key is not None:
+            if len(_OF_META) >= _MOST_KNOWN:
+                _OF_META.clear()
+            _OF_META[key] = known
+    one, found = known
+    made = [
+        zeros(shape, tensors[0].device, floats if dtype.is_floating_point else dtype)
+        for shape, dtype in found
+    ]
+    return made[0] if one else tuple(made)
+
+
+# What torch answers on the meta device takes up to some 100 us, much of it in Python.
+_OF_META: dict[Any, tuple[bool, list[tuple[torch.Size, torch.dtype]]]] = {}
+_MOST_KNOWN = 4096
+
+
+def _shapes_on_meta(
+    target: Any, args: Any, kwargs: Any
+) -> tuple[bool, list[tuple[torch.Size, torch.dtype]]]:
+    """Whether ``target`` gives one tensor, and the shape and dtype of each."""
     first, *more = rebuild(args, _empty)
     words = rebuild(kwargs, _empty)
     call = getattr(first, target) if isinstance(target, str) else partial(target, first)
     made = call(*more, **words)
-    floats = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-
-    def stand_in_of(one: torch.Tensor) -> torch.Tensor:
-        dtype = floats if one.is_floating_point() else one.dtype
-        return zeros(one.shape, tensors[0].device, dtype)
-
-    return stand_in_of(made) if isinstance(made, torch.Tensor) else tuple(map(stand_in_of, made))
+    one = isinstance(made, torch.Tensor)
+    return one, [(t.shape, t.dtype) for t in ((made,) if one else made)]
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

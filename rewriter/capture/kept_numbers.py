@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from recast.rewriter.compiled.copies import generators_of, same_random_numbers
 from recast.rewriter.compiled.external_state import slot
 from recast.rewriter.compiled.signature import Signature
 
@@ -39,11 +40,12 @@ def after_calls(
         return {}
     live = live_copy(root, training)
     found: dict[str, list[Any]] = {path: [] for path in paths}
-    for batch in batches:
-        rehearse(live, signature, batch)
-        for path, values in found.items():
-            owner, _, name = path.rpartition(".")
-            values.append(slot(live.get_submodule(owner), name))
+    with same_random_numbers(*generators_of(root)):
+        for batch in batches:
+            rehearse(live, signature, batch)
+            for path, values in found.items():
+                owner, _, name = path.rpartition(".")
+                values.append(slot(live.get_submodule(owner), name))
     for values in found.values():
         if type(values[0]) not in NUMBERS or len(set(map(type, values))) > 1:
             return None

@@ -51,11 +51,12 @@ def trace_modes(
             try:
                 return once(training, plain, kept, outside)
             except Refused as error:
-                first = first or error
-                left = [code for code in error.inside if code not in outside]
                 if error.number and error.number not in numbers:
                     numbers.add(error.number)
-                elif not asked_again(error) <= kept:
+                    continue
+                first = first or error
+                left = [code for code in error.inside if code not in outside]
+                if not asked_again(error) <= kept:
                     kept |= asked_again(error)
                 elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
                     kept.add("numpy")

@@ -28,6 +28,7 @@ from .layers import torch_layer
 from .no_grad import detach, learns, leave
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
+from .refused import UNREGISTERED
 from .restored_state import CopiesBeforeWrites
 from .storages import memory
 from .values import Value, make
@@ -39,9 +40,6 @@ _WRITES_FROZEN = "writes under torch.no_grad to a tensor that gradients flow thr
 _RANKS = (
     "recast.optimize(model.module) of what DistributedDataParallel wraps: the result averages the"
     " gradients of all ranks itself",
-)
-_UNREGISTERED = (
-    "nn.ModuleList or nn.ModuleDict in its place: train(), to() and state_dict() then reach it too",
 )
 _SAVING = ("a module of its own for what is recomputed, with no table in it",)
 
@@ -245,7 +243,7 @@ def _outsider(written: torch.Tensor) -> tuple[str, str, tuple[str, ...]]:
         if isinstance(layer, nn.Module) and any(b is written for b in layer._buffers.values()):
             kind = type(layer).__name__
             why = f"writes to a buffer of a {kind} that is no submodule: in a plain list, say"
-            return why, "", _UNREGISTERED
+            return why, "", UNREGISTERED
         frame = frame.f_back
     return "writes in place to a tensor that was made outside torch", "", ()
 

@@ -13,6 +13,10 @@ _REMEDIES = (
     "keep this part in a submodule of its own: it then stays as it is and all else is rewritten",
 )
 
+UNREGISTERED = (
+    "nn.ModuleList or nn.ModuleDict in its place: train(), to() and state_dict() then reach it too",
+)
+
 
 class Refused(CaptureError):
     """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""

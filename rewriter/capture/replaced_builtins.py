@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 class ReplacedBuiltins:
     """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``range``,
-    ``type`` are ours, and whether ``numpy`` is.
+    ``type`` are ours, and whether ``numpy`` is, or what asks for the kind of a number:
+    ``isinstance``, ``hasattr``, ``type`` and ``torch.is_tensor``.
     """
 
     def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
@@ -45,7 +46,12 @@ class ReplacedBuiltins:
 
         own = {"len": length, "int": _Int, "float": _Float, "range": _Range, "type": _Type}
         self.numpy = "numpy" in sizes
-        self.builtins = {**vars(builtins), **{name: own[name] for name in sizes - {"numpy"}}}
+        self.math = "float" in sizes or bool(tracer.numbers)  # math.sqrt(x.size(0))
+        self.kinds = "isinstance" in sizes or bool(tracer.numbers)
+        named = sizes - {"numpy", "isinstance"} | ({"type"} if self.kinds else set())
+        self.builtins = {**vars(builtins), **{name: own[name] for name in named}}
+        if self.kinds:
+            self.builtins |= {"isinstance": _isinstance, "hasattr": _hasattr}
         if tracer.numbers:
             self.builtins |= kept_numbers.own_builtins(tracer)
 
@@ -102,8 +108,10 @@ class ReplacedBuiltins:
                 scope[name] = self.function(value, package)
             elif self.outside and name != "__builtins__":
                 scope[name] = applied(self.tracer, value, self.outside) or value
-            if self.tracer.numbers:
+            if self.math:
                 scope[name] = kept_numbers.stand_in(self.tracer, value) or scope[name]
+            if self.kinds and value is torch:
+                scope[name] = numpy_calls.StandIn(torch, {"is_tensor": _is_tensor})
             if self.numpy:
                 scope[name] = numpy_calls.stand_in(value) or scope[name]
         return scope
@@ -115,6 +123,23 @@ def _package(module: str | None) -> str:
 
 def _tensor(value: Any) -> bool:
     return isinstance(value, Value) and not value.number and value.dim() > 0
+
+
+def _meant(value: Any) -> Any:
+    """What a traced value is to forward: the number that it stands for, if it is one."""
+    return value.pair[0] if isinstance(value, Value) and value.number else value
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    return isinstance(_meant(value), kinds)
+
+
+def _hasattr(value: Any, name: str) -> bool:
+    return hasattr(_meant(value), name)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(_meant(value), torch.Tensor)
 
 
 def _is_size(args: tuple[Any, ...]) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.rewriter.compiled.code_names import codes_of, globals_in
+from recast.rewriter.compiled.copies import unregistered
 from recast.rewriter.compiled.object_contents import CALLED, CONTAINERS, PLAIN, Absent
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.compiled.visible_names import MOST
@@ -68,12 +69,12 @@ class CopiesBeforeWrites(TorchDispatchMode):
 @contextmanager
 def restored_tensors(root: nn.Module) -> Iterator[None]:
     """Restores, at the end, the values and the memory of the parameters of ``root`` and of the
-    tensors that its modules keep as plain attributes, in containers and in objects. Not of buffers:
-    they are copied wherever a forward runs.
+    tensors that its modules keep as plain attributes, in containers and in objects; of modules that
+    are kept so too. Not of buffers: they are copied wherever a forward runs.
     """
     kept = [
         value
-        for value in (*root.parameters(), *_held(root, deep=3))
+        for value in (*root.parameters(), *_held(root, deep=3), *_parameters_beside(root))
         if isinstance(value, torch.Tensor) and not unborn(value)
     ]
     data = [(t, t.detach()) for t in kept if type(t) is torch.Tensor or isinstance(t, nn.Parameter)]
@@ -81,10 +82,15 @@ def restored_tensors(root: nn.Module) -> Iterator[None]:
     for tensor in kept:
         places |= memory(tensor)
     watch = CopiesBeforeWrites(places)
+    # Copied at once: batch normalization writes to its statistics, and its schema does not say so.
+    hidden = [b for m in unregistered(root).values() for b in m._buffers.values() if b is not None]
+    statistics = [(buffer, buffer.detach().clone()) for buffer in hidden]
     try:
         with watch:
             yield
     finally:
+        for buffer, values in statistics:
+            buffer.detach().copy_(values)
         for at, copy in watch.copies.items():
             places[at].copy_(copy)
         for tensor, before in data:
@@ -101,6 +107,7 @@ def restored_objects(root: nn.Module) -> Iterator[None]:
     those of a trainer at work.
     """
     objects = [d for value in _held(root) if (d := _attributes(value)) is not None]
+    objects += map(vars, unregistered(root).values())
     inside = {id(value) for attributes in objects for value in attributes.values()}
     held = _held(root, deep=1)
     arrays = [a for a in held if isinstance(a, numpy.ndarray) and a.nbytes <= _BYTES]
@@ -140,6 +147,12 @@ def _held(root: nn.Module, deep: int = 0) -> list[Any]:
             held, more = attributes.values(), more - 1
         left += [(v, more) for v in held]
     return [*found.values()]
+
+
+def _parameters_beside(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters of modules in plain containers."""
+    held = (p for m in unregistered(root).values() for p in m._parameters.values())
+    return [p for p in held if p is not None]
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -185,7 +198,7 @@ def _numbers_in(values: Iterable[Any]) -> Callable[[], None]:
                         now[key] = old[key]
                     else:
                         del now[key]
-            elif any(map(_passes, list(now)[len(old) :])):
+            elif any(_passes(v) for k, v in enumerate(now) if k >= len(old) or v is not old[k]):
                 now.clear()
                 now.extend(old)
 

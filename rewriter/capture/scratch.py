@@ -57,6 +57,8 @@ def prepare(
         if not type(module).__module__.startswith("torch.nn"):
             own = sizes.methods(type(module)) if sizes else {}
             module.__class__ = observed(type(module), tracer.reading, path, own)
+        if leaf:
+            tracer.layers.add(path)
         run = _layer(tracer, path) if leaf else _inside(tracer, path, module.forward)
         state["forward"] = run
 

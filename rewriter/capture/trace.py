@@ -14,8 +14,9 @@ from torch import nn
 
 from recast.rewriter.compiled import code_names
 from recast.rewriter.compiled.baked_values import global_values, of_classes, taken_by_trace
-from recast.rewriter.compiled.copies import modules_by_path
+from recast.rewriter.compiled.copies import modules_by_path, unregistered
 from recast.rewriter.compiled.external_state import BakedValue, Check, checks, slot
+from recast.rewriter.compiled.object_contents import Absent
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
 from recast.rewriter.compiled.undo import undo_of
@@ -38,7 +39,7 @@ from .opaque_calls import OpaqueCall, transformed
 from .operands import argument
 from .plain_model import live_copy, run_plain
 from .python_reads import bound_on_class
-from .refused import Refused, not_comparable, refusal
+from .refused import UNREGISTERED, Refused, not_comparable, refusal
 from .squeezes import Squeezed, squeezed
 from .tracer import Tracer
 from .values import Flag, make
@@ -96,6 +97,7 @@ def trace(
         plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside, numbers=numbers,
     )  # fmt: skip
     before = state(tracer.scratch)
+    hidden = [(at, vars(m), dict(vars(m))) for at, m in unregistered(tracer.scratch).items()]
     shared = _shared(root)
     try:
         with torch.enable_grad(), Recorder(tracer):
@@ -116,6 +118,7 @@ def trace(
             "forward goes on after an error of this call, which other inputs may not raise",
             *tracer.raised,
         )
+    _check_unregistered(hidden)
     bound = bound_on_class(tracer.scratch.modules())
     if bound is not None:
         where = frames.line_of_write(tracer.reading.codes, bound.rpartition(".")[2])
@@ -131,6 +134,10 @@ def trace(
         refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
         refused.size = "type"
         raise refused
+    if "isinstance" not in sizes_kept and not numbers and _takes_numbers(tracer):
+        refused = refusal("forward asks what kind of value a number of the batch is", None, "")
+        refused.size = "isinstance"
+        raise refused
     for (question, of, held, label), home in shared:
         if not held.same(question(*of)):
             name = label.removeprefix(f"{home}.")
@@ -140,6 +147,26 @@ def trace(
         return _finish(tracer, result, before, written, partial(_kept, tracer, signature, first))
     except NotComparable as error:
         raise not_comparable(error) from None
+
+
+def _check_unregistered(hidden: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    """Refuse a forward that sets attributes of modules in plain containers: (at, now, before)."""
+    for at, now, before in hidden:
+        for name in now.keys() | before.keys():
+            if now.get(name, Absent) is not before.get(name, Absent):
+                where = at.partition(",")[0]
+                refused = refusal(f"forward changes {name} of a module in self.{where}", None, "")
+                refused.tries = UNREGISTERED
+                raise refused
+
+
+def _takes_numbers(tracer: Tracer) -> bool:
+    """Whether forward takes a Python number out of a tensor, and names what tells kinds apart."""
+    taken = any(n.target == "item" for n in tracer.graph.nodes)
+    return taken and any(_KINDS & code_names.names_in(code) for code in tracer.reading.codes)
+
+
+_KINDS = frozenset({"isinstance", "hasattr", "is_tensor"})
 
 
 def _shared(root: nn.Module) -> list[tuple[Check, str]]:
@@ -224,7 +251,7 @@ def _finish(
     kept: Callable[[str, str], bool],
 ) -> Traced:  # fmt: skip
     reading = tracer.reading
-    stores, left = attribute_writes(tracer.scratch, reading, before, kept)
+    stores, left = attribute_writes(tracer.scratch, reading, before, kept, tracer.layers)
     written = {(p, n) for p, n, _ in left}
     written |= {(p, n) for p, _, n in (s.rpartition(".") for s in (*stores, *tracer.numbers))}
     template = None

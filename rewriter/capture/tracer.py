@@ -88,6 +88,7 @@ class Tracer:
         self.step_loops: dict[Steps, frozenset[str]] = {}  # with the lines of what they made
         self.opaque_calls: dict[OpaqueCall, str] = {}  # with the line of the first call
         self.writers: set[OpaqueCall] = set()  # of them, those that wrote to an argument
+        self.layers: set[str] = set()  # paths of modules that run as they are
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.ranks: set[fx.Node] = set()  # of which Python asked how many dimensions they have

@@ -40,6 +40,31 @@ def modules_by_path(root: nn.Module) -> dict[str, nn.Module]:
     return dict(root.named_modules())
 
 
+def unregistered(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules that are no submodules of ``root``, but kept in plain lists, tuples and dicts: as
+    a teacher may be. By the path of what holds them, with a number.
+    """
+    known = {id(module) for module in root.modules()}
+    found: dict[str, nn.Module] = {}
+    for path, module in modules_by_path(root).items():
+        for name, value in vars(module).items():
+            if name in _OWN or type(value) not in (list, tuple, dict):
+                continue
+            left = [value]
+            for held in left:
+                if type(held) in (list, tuple, dict):
+                    left += held.values() if type(held) is dict else held
+                for inner in held.modules() if isinstance(held, nn.Module) else ():
+                    if id(inner) not in known:
+                        known.add(id(inner))
+                        label = f"{path}.{name}" if path else name
+                        found[f"{label}, {len(found)}"] = inner
+    return found
+
+
+_OWN = frozenset(vars(nn.Module()))
+
+
 @contextmanager
 def same_random_numbers(*generators: Any) -> Iterator[None]:
     """Restores, at the end, the random number generators of all devices, of Python and of numpy,

@@ -34,12 +34,14 @@ from .copies import modules_by_path
 from .graph_pickle import pack, unpack
 from .signature import Signature, class_forward
 from .trees import rebuild
-from .undo import Undo, undo_of
+from .undo import Snapshot, Undo, undo_of
 from .value_checks import alike
 
 _ABSENT = object()
 _MIXED = "some modules are in train mode and some in eval mode, and forward asks which"
 _MOST_SIZES = 64
+_autograd: Any = torch._C._autograd
+_saved_hooks = _autograd._top_saved_tensors_default_hooks
 _TABLE = re.compile(r"\btable (\d+)\b")
 
 
@@ -107,7 +109,7 @@ class Runner:
             set(),
             traced,
             tuple((vars(modules[p]), n, v) for p, n, v in traced.leaves),
-            undo_of(graph, self.root),
+            undo_of(graph, self.root, whole=bool(traced.numbers)),
             fallback.emptied(graph, self.root),
             _may_be_lazy(graph, () if self.signature is None else self.signature.dtypes),
         )
@@ -182,6 +184,9 @@ class Runner:
         if why is not None or case is None or mode is None:
             self.warn(why or _MIXED)
             return self.plain(args, kwargs)
+        if case.traced.numbers and _saved_hooks(True) is not None:
+            self.warn("torch calls it twice, as activation checkpointing does, and it counts")
+            return self.plain(args, kwargs)
         held = _fetch(case.program)
         if held is None:
             self.warn(f"{fallback.gone(self.graphs[mode], self.root)} that the graph reads is gone")
@@ -203,6 +208,8 @@ class Runner:
         try:
             return self._run(case, leaves, held, ordered, compiling or piecewise)
         except Exception as error:
+            if case.traced.numbers and not (self.spread or compiling):
+                return self._counted(error, snapshot, args, kwargs)
             plain = fallback.why_fall_back(
                 error, case.program, self.graphs[mode], self.root, leaves, signature,
                 case.traced.catches, case.empty, snapshot,
@@ -224,6 +231,22 @@ class Runner:
         except Exception:
             return None
         return None
+
+    def _counted(
+        self, error: Exception, snapshot: Snapshot | None, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """The plain forward after the graph raised ``error``: it may have changed the numbers that
+        it keeps before it raises, which the graph does at its end.
+        """
+        if snapshot is not None:
+            snapshot.restore_all()
+        try:
+            result = self.plain(args, kwargs)
+        except Exception:
+            raise error from None  # which says more
+        self.warn(f"the graph raised {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return result
 
     def compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call where torch.compile has stopped, on ranks, and takes up what is between

@@ -1,8 +1,9 @@
-"""What a graph does until its last function that leaves torch is held to its shape, undone.
+"""What a graph does, undone: until its last function that leaves torch is held to its shape.
 
 Whether one keeps the shape of what it is given is known once it has run, and the plain forward can
 take its place only if nothing was done before: no random number drawn, no statistics written. So
-graphs with such calls, and no others, keep aside what they are about to change.
+graphs with such calls keep aside what they are about to change; so do those that keep numbers, to
+their end, since the plain forward may have counted before it raises. No others do.
 """
 
 from __future__ import annotations
@@ -82,12 +83,13 @@ def _generators() -> list[tuple[Any, Any]]:
     return found
 
 
-def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
+def undo_of(graph: Graph, root: nn.Module, whole: bool = False) -> Undo | None:
     """How to undo a call of ``graph``; None if no call in it is held to a shape, or if it does
-    something that cannot be undone.
+    something that cannot be undone. ``whole``: to its end, whatever it calls.
     """
     nodes = list(graph.nodes)
     held = [k for k, n in enumerate(nodes) if isinstance(n.target, OpaqueCall) and n.target.keeps]
+    held = [len(nodes) - 2] if whole else held
     if not held:
         return None
     draws, python, buffers, read = False, False, dict[str, None](), dict[str, None]()

@@ -174,6 +174,7 @@ class PartsOfTheBatch(Base):
         most, half = int(rows * 0.8), math.floor(rows * 0.5)
         e[:most] = e[:most] * 2
         e[: math.ceil(rows / 3)] += round(rows * 0.3) + round(rows / 8, 1)
+        e = e / math.sqrt(rows) + math.log(len(e))
         return self.out(torch.cat([e[half:], e[:half]]))
 
 
