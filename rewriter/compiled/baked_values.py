@@ -11,9 +11,10 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import CellType, CodeType, FunctionType, ModuleType
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,12 +106,14 @@ _Variable = tuple[CodeType, str, int]  # of a closure: its code, its name, the i
 
 
 def closures(
-    found: Mapping[_Variable, Any], seen: VisibleNames, modules: Iterable[nn.Module]
+    found: Mapping[_Variable, Any], seen: VisibleNames, modules: Collection[nn.Module]
 ) -> list[BakedValue]:
     """The checks for variables of closures; ``found`` is what ``closed_over`` returned."""
     cells = _cells(_methods(modules)) if found else {}
     if elsewhere := {one[0] for one in found if one not in cells}:
         cells |= _cells(_living(elsewhere))
+    if gc.get_freeze_count() and any(one not in cells for one in found):
+        cells = {**_cells(_reached(modules)), **cells}
     taken = []
     for (code, name, place), value in found.items():
         check = seen.reached(value, name)
@@ -155,6 +158,50 @@ def _living(codes: set[CodeType]) -> Iterator[FunctionType]:
     lasting = [code for code in codes if code.co_name not in _AT_ONCE]
     referring = gc.get_referrers(*lasting) if lasting else []
     return (f for f in referring if type(f) is FunctionType)
+
+
+def _reached(modules: Collection[nn.Module]) -> Iterator[FunctionType]:
+    """The functions that ``modules`` keep, that their methods can name, and that those hold: all
+    that can be found of what ``gc.freeze()`` has hidden from the garbage collector.
+    """
+    left: list[Any] = [*_methods(modules), *(vars(module) for module in modules)]
+    known = {id(one) for one in left}
+    scopes: set[int] = set()
+    while left and len(known) < _MOST_REACHED:
+        one = left.pop()
+        inside: Iterable[Any] = ()
+        if isinstance(one, FunctionType):
+            yield one
+            cells = (cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell))
+            inside = [*cells, *(one.__defaults__ or ())]
+            if id(one.__globals__) not in scopes:
+                scopes.add(id(one.__globals__))
+                inside += one.__globals__.values()
+        elif isinstance(one, MethodType):
+            inside = (one.__func__, one.__self__)
+        elif isinstance(one, partial):
+            inside = (one.func, one.args, one.keywords)
+        elif isinstance(one, dict):
+            inside = one.values()
+        elif isinstance(one, (list, tuple)):
+            inside = one
+        for value in inside:
+            # not isinstance: a global may be a stand-in that warns when it is asked for its class
+            if issubclass(type(value), _HOLDING) and id(value) not in known:
+                known.add(id(value))
+                left.append(value)
+
+
+_HOLDING = (FunctionType, MethodType, partial, dict, list, tuple)
+_MOST_REACHED = 1 << 16
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _cells(functions: Iterable[FunctionType]) -> dict[_Variable, list[CellType]]:

@@ -364,12 +364,12 @@ class Runner:
                 why="the plain forward would run instead, and it reads whole tables",
                 tries=("call recast.optimize after such a change, and not before",),
             )
-        change = why.partition(" and is now ")[0]  # once, even if the value changes at each step
+        change, _, now = why.partition(" and is now ")  # once, even if it changes at each step
         if change not in self.warned:
             self.warned.add(change)
             warnings.warn(
                 f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
-                " not; call recast.optimize again after such a change",
+                f" not; call recast.optimize again after such a change{_as_buffer(now)}",
                 RecastWarning,
                 stacklevel=6,
             )
@@ -401,6 +401,12 @@ class Runner:
         self.spread, self.kinds = state["spread"], state["kinds"]
         self.swapped = None
         self.built = False  # at the first call: what is being loaded is not whole yet
+
+
+def _as_buffer(now: str) -> str:
+    """What to do about a number that is changed again and again, as a temperature is."""
+    number = now.lstrip("-")[:1].isdigit()
+    return ", or keep the number in a buffer, which is read at each call" if number else ""
 
 
 def _sizes(values: Iterable[Any]) -> Hashable | None:
