@@ -72,7 +72,7 @@ class Captured:
     parts: dict[str, Captured] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
     prefix: str = ""
-    falls_back: bool = True
+    falls_back: bool = True  # the plain forward can take over at any call
     why: str | None = None
     where: str | None = None
     tries: tuple[str, ...] = ()
@@ -246,7 +246,8 @@ def _taken_for_granted(captured: Captured) -> list[str]:
             f"python branches on values: {_few(list(lines))}; what decided it is computed again at"
             " each call, and where it comes out otherwise the plain forward runs"
         )
-    numbers = dict.fromkeys(path for t in captured.traced.values() for path in t.numbers)
+    own = (path for t in captured.traced.values() for path in t.numbers)
+    numbers = dict.fromkeys(".".join(filter(None, (captured.prefix, path))) for path in own)
     if numbers:
         said.append(
             f"numbers that forward changes, read and stored at each call: {_few([*numbers])}"

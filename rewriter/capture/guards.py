@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
@@ -411,11 +412,11 @@ def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
     flatten((args, kwargs), tensors, form)
     facts = tuple([(t.shape, t.dtype) for t in tensors])
     floats = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-    try:
-        key = target, facts, tuple(form)
-        known = _OF_META.get(key)
-    except TypeError:  # an argument has no hash
-        known, key = None, None
+    known, key = None, None
+    if not torch.compiler.is_compiling():
+        with suppress(TypeError):  # an argument has no hash
+            key = target, facts, tuple(form)
+            known = _OF_META.get(key)
     if known is None:
         known = _shapes_on_meta(target, args, kwargs)
         if key is not None:

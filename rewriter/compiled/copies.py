@@ -52,7 +52,7 @@ def unregistered(root: nn.Module) -> dict[str, nn.Module]:
                 continue
             left = [value]
             for held in left:
-                if type(held) in (list, tuple, dict):
+                if type(held) in (list, tuple, dict) and len(held) <= _MOST:
                     left += held.values() if type(held) is dict else held
                 for inner in held.modules() if isinstance(held, nn.Module) else ():
                     if id(inner) not in known:
@@ -63,6 +63,7 @@ def unregistered(root: nn.Module) -> dict[str, nn.Module]:
 
 
 _OWN = frozenset(vars(nn.Module()))
+_MOST = 1024  # entries of a container that are looked at
 
 
 @contextmanager
