@@ -112,7 +112,9 @@ def closures(
     cells = _cells(_methods(modules)) if found else {}
     if elsewhere := {one[0] for one in found if one not in cells}:
         cells |= _cells(_living(elsewhere))
-    if gc.get_freeze_count() and any(one not in cells for one in found):
+    made = {code for code, _, _ in found if any(lies_within(code, c) for c in seen.codes)}
+    hidden = [one for one in found if one not in cells and one[0] not in made]
+    if hidden and gc.get_freeze_count():
         cells = {**_cells(_reached(modules)), **cells}
     taken = []
     for (code, name, place), value in found.items():
@@ -121,7 +123,7 @@ def closures(
             continue
         check = check.check if isinstance(check, ProcessLocal) else check
         held: list[ValueCheck] = [Cell(check, cell) for cell in cells.get((code, name, place), ())]
-        if not held and gc.get_freeze_count() and not any(lies_within(code, c) for c in seen.codes):
+        if not held and code not in made and gc.get_freeze_count():
             raise NotComparable(
                 f"{name}, a variable around {code.co_qualname}, which gc.freeze() hides"
             )

@@ -223,11 +223,15 @@ def test_a_change_is_seen(name: str, copied: bool) -> None:
 
 def test_a_frozen_closure_is_looked_for() -> None:
     """Servers freeze what they share between processes, which hides it from the collector. What
-    modules and globals hold is found all the same, as :func:`test_a_change_is_seen` shows: the
-    tests are frozen too. This one is not.
+    modules and globals hold is found all the same.
     """
     gc.freeze()
-    fast = recast.optimize(Net(lambda m, x: HIDDEN.scale(x)), example=IDS)
+    try:
+        test_a_change_is_seen("nonlocal", False)
+        fast = recast.optimize(Net(lambda m, x: HIDDEN.scale(x)), example=IDS)
+    finally:
+        gc.unfreeze()
+        CHANGE(2.0)
     assert fast.report.captured != "whole"
     hidden = "factor, a variable around closed.<locals>.scale, which gc.freeze() hides"
     assert hidden in str(fast.report)
