@@ -18,6 +18,7 @@ from recast.rewriter.compiled.copies import generators_of, same_random_numbers
 from recast.rewriter.compiled.external_state import slot
 from recast.rewriter.compiled.signature import Signature
 
+from .numpy_calls import StandIn
 from .plain_model import live_copy, rehearse
 from .refused import refusal
 from .values import Value
@@ -93,20 +94,10 @@ def own_builtins(tracer: Tracer) -> dict[str, Any]:
     return {name: _recorded(tracer, getattr(builtins, name)) for name in ("min", "max")}
 
 
-class Math:
-    """The module :mod:`math`, with functions that take Values."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def __getattr__(self, name: str) -> Any:
-        plain = getattr(math, name)
-        return _recorded(self._tracer, plain) if callable(plain) else plain
-
-
 def stand_in(tracer: Tracer, value: Any) -> Any:
     """What stands for a global of the user's: None for all but :mod:`math` and its functions."""
     if value is math:
-        return Math(tracer)
+        held = vars(math).items()
+        return StandIn(math, {name: _recorded(tracer, f) for name, f in held if callable(f)})
     own = callable(value) and getattr(value, "__module__", None) == math.__name__
     return _recorded(tracer, value) if own else None

@@ -245,7 +245,7 @@ class Runner:
             result = self.plain(args, kwargs)
         except Exception:
             raise error from None  # which says more
-        self.warn(f"the graph raised {type(error).__name__}: {str(error).splitlines()[:1]}")
+        self.warn(f"the graph raised {type(error).__name__}, and the plain forward did not")
         return result
 
     def compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

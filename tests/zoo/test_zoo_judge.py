@@ -94,3 +94,4 @@ def test_batches_depend_on_the_seed_only() -> None:
 
 def test_the_speed_is_a_ratio() -> None:
     assert 0.01 < zoo_judge.speed(SUBJECT, rows=64, rounds=2) < 100
+    assert 0.01 < zoo_judge.inference(SUBJECT, rows=64, rounds=2) < 100
