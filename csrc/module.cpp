@@ -20,6 +20,7 @@ void bind_fm_interaction(py::module_& m);
 void bind_gru(py::module_& m);
 void bind_id_table(py::module_& m);
 void bind_initial_rows(py::module_& m);
+void bind_known_calls(py::module_& m);
 void bind_layers(py::module_& m);
 void bind_pair_products(py::module_& m);
 void bind_row_group(py::module_& m);
@@ -81,6 +82,7 @@ PYBIND11_MODULE(_C, m) {
   bind_gru(m);
   bind_id_table(m);
   bind_initial_rows(m);
+  bind_known_calls(m);
   bind_layers(m);
   bind_pair_products(m);
   bind_row_group(m);

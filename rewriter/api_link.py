@@ -15,7 +15,7 @@ from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
 from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.capture.guards import without
-from recast.rewriter.compiled import entries
+from recast.rewriter.compiled import entries, known_calls
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.journal import Fired, Journal, Missed, Raised
 from recast.rewriter.report.report import Report
@@ -34,6 +34,7 @@ _TORCHS_OWN = "called alone, outside of a graph, torch's own layer is as fast an
 
 entries.same = same.same_items
 entries.watch = same.WatchedDicts
+known_calls.recognizer = same.known_calls
 
 
 def link(

@@ -1,4 +1,5 @@
-"""What the graphs of a module take for granted about its modules, compared at each call.
+"""What the graphs of a module take for granted about its modules, compared at each call
+that is not a known one.
 
 No module whose call was fused may be hooked, replaced or set otherwise, and what ``forward`` read
 from Python must be what it was. The lists are long: loops over plain tuples take a tenth of the
@@ -95,6 +96,7 @@ class Assumptions:
         self.classes = [*map(type, self.classed.values())]
         self.probe = _probe(modules, signature)
         self.computed_dtypes = signature is not None and signature.computed_dtypes
+        self.looks_elsewhere = bool(self.probe or self.computed_dtypes)
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
@@ -110,6 +112,10 @@ class Assumptions:
             if why is not None:
                 return why
             self.entries.renew()
+        return self.changed_elsewhere()
+
+    def changed_elsewhere(self) -> str | None:
+        """The first that no longer holds of what neither ``dicts`` nor classes tell, or None."""
         if self.probe is not None:
             slots, key, dtype = self.probe
             parameter = slots.get(key)

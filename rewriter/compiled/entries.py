@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-_ABSENT = object()
+ABSENT = object()
 
 
 def _one_by_one(
@@ -37,8 +37,8 @@ class EmptyDicts:
     """Whether ``dicts`` are empty."""
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self._dicts = list(dicts)
-        self._watched = None if watch is None else watch(self._dicts)
+        self.dicts = list(dicts)
+        self._watched = None if watch is None else watch(self.dicts)
         self._were_empty = False  # when the watch began, as far as is known
 
     def are_empty(self) -> bool:
@@ -47,23 +47,23 @@ class EmptyDicts:
             if self._were_empty and self._watched.unwritten():
                 return True
             self._watched.renew()
-        self._were_empty = not any(self._dicts)
+        self._were_empty = not any(self.dicts)
         return self._were_empty
 
 
 class Entries:
-    """What dicts have under given keys, or that they have nothing, when this is made."""
+    """What ``dicts`` have under ``keys``, one each: ``known``, or ABSENT, when this is made."""
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
         held = list(places)
-        self._dicts, self._keys = [d for d, _ in held], [k for _, k in held]
-        self._watched = None if watch is None else watch(self._dicts)
+        self.dicts, self.keys = [d for d, _ in held], [k for _, k in held]
+        self._watched = None if watch is None else watch(self.dicts)
         self.renew()
 
     def renew(self) -> None:
         """Take what they have now for as good as what they had."""
         self._stood = False  # when the watch began, as far as is known
-        self._known = [d.get(k, _ABSENT) for d, k in zip(self._dicts, self._keys, strict=True)]
+        self.known = [d.get(k, ABSENT) for d, k in zip(self.dicts, self.keys, strict=True)]
 
     def stand(self) -> bool:
         """Whether each entry is still the same object; a different object may be equal all the
@@ -74,5 +74,5 @@ class Entries:
                 return True
             self._stood = False
             self._watched.renew()
-        self._stood = same(self._dicts, self._keys, self._known, _ABSENT)
+        self._stood = same(self.dicts, self.keys, self.known, ABSENT)
         return self._stood

@@ -12,7 +12,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +32,7 @@ from .assumptions import Assumptions
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .graph_pickle import pack, unpack
+from .known_calls import KnownCalls
 from .signature import Signature, class_forward
 from .trees import rebuild
 from .undo import Snapshot, Undo, undo_of
@@ -41,6 +42,7 @@ _ABSENT = object()
 _MIXED = "some modules are in train mode and some in eval mode, and forward asks which"
 _MOST_SIZES = 64
 _autograd: Any = torch._C._autograd
+_tracing_state = torch._C._get_tracing_state
 _saved_hooks = _autograd._top_saved_tensors_default_hooks
 _TABLE = re.compile(r"\btable (\d+)\b")
 
@@ -49,6 +51,7 @@ _TABLE = re.compile(r"\btable (\d+)\b")
 class _Case:
     """One graph, ready to run."""
 
+    graph: Graph
     program: Program
     asks: Program | None
     asked: tuple[int, ...]  # the flat inputs that it reads
@@ -58,6 +61,12 @@ class _Case:
     undo: Undo | None
     empty: set[str]  # what the graph reads that was None when this was made
     lazy: tuple[int, ...]  # the flat inputs that torch may have yet to negate
+
+    plain: bool = field(init=False)  # a call needs no more than that the graph runs
+
+    def __post_init__(self) -> None:
+        kept = self.undo is not None or self.traced.numbers or self.traced.argument_writes
+        self.plain = not kept
 
 
 class Runner:
@@ -74,6 +83,7 @@ class Runner:
         self.traced = traced
         self.warned: set[str] = set()
         self.built = False
+        self.known: KnownCalls | None = None
         self.kinds: dict[str, str] | None = None  # the class of every module, as first built
         self.swapped: str | None = None  # a module of another class, put there before a copy ran
         self.spread = False  # the tables are spread over ranks: only the graphs can run
@@ -82,6 +92,7 @@ class Runner:
 
     def build(self) -> None:
         """Generate the code, and list what must not change."""
+        self.known = None
         self.original = vars(self.root).get("forward")
         if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
             self.original = None  # ours
@@ -97,12 +108,16 @@ class Runner:
             forks = sorted({p for t in self.traced.values() for p in t.forks})
             self.flags = [vars(modules[p]) for p in forks]
             self.assumptions = Assumptions(modules, graphs, self.traced.values(), self.signature)
+            if self.signature is not None:
+                lazy = {k for case in self.cases.values() for k in case.lazy}
+                self.known = KnownCalls(self.signature, self.assumptions, lazy)
         self.built = True  # at last: another thread may ask
 
     def _case(self, mode: str, graph: Graph, modules: dict[str, nn.Module]) -> _Case:
         traced = self.traced[mode]
         asks = traced.asks
         return _Case(
+            graph,
             compile_graph(graph, self.root, f"{self.name} {mode}"),
             None if asks is None else compile_graph(asks, self.root, "guards"),
             tuple(self.asked(mode)),
@@ -162,6 +177,18 @@ class Runner:
         """``forward(*args, **kwargs)``. ``piecewise``: torch.compile follows it from call to call,
         with breaks.
         """
+        compiling = torch.compiler.is_compiling()
+        known = None if compiling or piecewise else self._known_call(args, kwargs)
+        if known is not None:
+            try:
+                return self._run(*known, False)
+            except Exception as error:
+                reason = self._why_plain(error, *known[:2], None)
+                if reason is None:
+                    raise
+            result = self.plain(args, kwargs)
+            self.warn(reason)  # not before: it may refuse these arguments, too
+            return result
         if not self.built:
             _build_apart(self) if piecewise else self.build()
         signature = self.signature
@@ -173,10 +200,10 @@ class Runner:
             _check_memory(self.name, self.root)
             return self.plain(args, kwargs)
         ordered = signature.bind(args, kwargs)
+        examination = None if self.known is None or compiling else self.known.examine()
         leaves, why = signature.leaves(ordered)
         mode = self.mode()
         case = None if mode is None else self.cases[mode]
-        compiling = torch.compiler.is_compiling()
         if why is None and not compiling:
             why = _apart(self.assumptions) if piecewise else self.assumptions.broken()
         if why is None:
@@ -205,20 +232,54 @@ class Runner:
         snapshot = None
         if case.undo is not None and not compiling:
             snapshot = case.undo.snapshot(self.root, leaves)
+        if examination is not None and self.known is not None:
+            self.known.admit(examination, ordered)
         try:
             return self._run(case, leaves, held, ordered, compiling or piecewise)
         except Exception as error:
             if case.traced.numbers and not (self.spread or compiling):
                 return self._counted(error, snapshot, args, kwargs)
-            plain = fallback.why_fall_back(
-                error, case.program, self.graphs[mode], self.root, leaves, signature,
-                case.traced.catches, case.empty, snapshot,
-            )  # fmt: skip
-            if plain is None or self.spread:
+            reason = self._why_plain(error, case, leaves, snapshot)
+            if reason is None:
                 raise
         result = self.plain(args, kwargs)
-        self.warn(plain)  # not before: it may refuse these arguments, too
+        self.warn(reason)
         return result
+
+    def _known_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Case, list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
+        """What to run, if such a call was examined before, and nothing has changed since; None
+        if this one has to be.
+        """
+        if self.known is None or _tracing_state() is not None:
+            return None
+        case = self.cases.get(self.mode() or "")
+        if case is None or not case.plain:
+            return None
+        if kwargs:
+            if args or self.signature is None or (*kwargs,) != self.signature.names:
+                return None
+            args = (*kwargs.values(),)
+        leaves = self.known.inputs(args)
+        held = None if leaves is None else _fetch(case.program)
+        if leaves is None or held is None:
+            return None
+        if case.asks is not None and not self._answers(case, leaves):
+            return None
+        return case, leaves, held, args
+
+    def _why_plain(
+        self, error: Exception, case: _Case, leaves: list[Any], snapshot: Snapshot | None
+    ) -> str | None:
+        """Why the plain forward is to run after the graph raised ``error``; None if it is not."""
+        assert self.signature is not None
+        if self.spread:
+            return None
+        return fallback.why_fall_back(
+            error, case.program, case.graph, self.root, leaves, self.signature,
+            case.traced.catches, case.empty, snapshot,
+        )  # fmt: skip
 
     def _said_by(
         self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...]
@@ -399,7 +460,7 @@ class Runner:
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
         self.warned = set()
         self.spread, self.kinds = state["spread"], state["kinds"]
-        self.swapped = None
+        self.swapped = self.known = None
         self.built = False  # at the first call: what is being loaded is not whole yet
 
 
@@ -435,14 +496,14 @@ def _leaves_python() -> bool:
     """Whether the call is being exported to where our operations are unknown: by
     ``torch.jit.trace``, ``torch.export`` or ``torch.onnx``.
     """
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    return _tracing_state() is not None or torch.compiler.is_exporting()
 
 
 def _check_memory(name: str, root: nn.Module) -> None:
     """Raise UsageError for what ``torch.jit.trace`` takes and ``torch.jit.save`` crashes on: a
     parameter that is made of other tensors, as a table that is stored in fewer bits.
     """
-    if torch._C._get_tracing_state() is None:
+    if _tracing_state() is None:
         return
     for path, held in root.named_parameters():
         if hasattr(held, "__tensor_flatten__"):  # torch's own name: it has no memory of its own

@@ -47,6 +47,11 @@ class Signature:
         """The names of the ordered arguments, those of ``*args`` and ``**kwargs`` at the end."""
         return [*self.names, *(n for n in self.variadic if n)]
 
+    @property
+    def binds_as_given(self) -> bool:
+        """Whether arguments that are given by position, or by name in order, stay what they are."""
+        return self.variadic == (None, None) and not self.keywords and not self.arrays
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
         count = len(self.names) - self.keywords

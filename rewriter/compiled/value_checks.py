@@ -254,6 +254,17 @@ class Function:
         inner: FunctionType | None = self._inner
         return inner
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing else of it is compared than the objects that :attr:`parts` lists."""
+        found = self._inner is not None
+        return found and self.contents is None and self.fields is None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The function, the one inside it, that one's code, defaults and keyword defaults."""
+        return self.function, self._inner, self._code, self._defaults, self._keywords
+
     def same(self, now: Any) -> bool:
         if self.function is None and digest(now) == self.digest:
             self.function = now

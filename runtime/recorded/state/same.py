@@ -119,6 +119,14 @@ class WatchedDicts:
             self._watched.renew(self._dicts)
 
 
+def known_calls(form: list[Any], lazy: list[int], dicts: list[dict[Any, Any]]) -> Any:
+    """The extension's ``KnownCalls``, which looks at the modules and the arguments of a call in one
+    step; None without it.
+    """
+    fast: Any = getattr(device.extension(), "KnownCalls", None)
+    return None if fast is None else fast(form, lazy, dicts)
+
+
 class Versions:
     """How often each of ``tensors``, a list that must not be changed, had been written to when this
     was made or renewed.
