@@ -471,31 +471,28 @@ bool is_row(const Lookup& lookup) {
   return lookup.mode != Mode::none || ids.dims == 1 || (ids.dims == 2 && ids.size[1] == 1);
 }
 
-// Lookups, as lists of places, that are to write stacks (bags, lookups, dim): the (bags, dim) of
-// each, or None if those of one differ in size or dtype.
-py::object stacked(Step& step, std::vector<std::vector<size_t>> stacks) {
-  py::list sizes(stacks.size());
+// Lookups, as lists of places, are to write stacks (bags, lookups, dim). False, and nothing is
+// changed, if those of one differ in size or dtype.
+bool stack(Step& step, std::vector<std::vector<size_t>> stacks) {
   std::vector<bool> seen(step.lookups.size());
-  for (size_t s = 0; s < stacks.size(); ++s) {
-    const Lookup& first = step.lookups.at(stacks[s].at(0));
-    for (const size_t k : stacks[s]) {
+  for (const auto& one : stacks) {
+    const Lookup& first = step.lookups.at(one.at(0));
+    for (const size_t k : one) {
       const Lookup& lookup = step.lookups.at(k);
       if (seen[k]) throw py::value_error("embedding_bags: a lookup is in stacks twice");
       seen[k] = true;
       const bool alike = lookup.bags == first.bags && lookup.dim == first.dim &&
                          lookup.out_dtype == first.out_dtype;
-      if (!alike || !is_row(lookup)) return py::none();
+      if (!alike || !is_row(lookup)) return false;
     }
-    sizes[s] = py::make_tuple(first.bags, first.dim);
   }
   step.stacks = std::move(stacks);
-  return std::move(sizes);
+  return true;
 }
 
-// Lookups of no stack whose outputs can be parts of one matrix, one after the other: of one width
-// and dtype, as lists of (places, bags of each, all bags, width). An output of other than two
-// dimensions is alone.
-py::list joined(Step& step) {
+// Groups lookups of no stack whose outputs can be parts of one matrix, one after the other: of one
+// width and dtype. An output of other than two dimensions is alone.
+void join(Step& step) {
   step.joined.clear();
   std::vector<bool> stacked(step.lookups.size());
   for (const auto& stack : step.stacks)
@@ -513,19 +510,49 @@ py::list joined(Step& step) {
       found = all.insert(all.end(), {{}, lookup.dim, lookup.out_dtype, alone});
     found->places.push_back(k);
   }
-  py::list groups(step.joined.size());
-  for (size_t g = 0; g < step.joined.size(); ++g) {
-    const Joined& group = step.joined[g];
-    py::list places(group.places.size()), bags(group.places.size());
-    int64_t sum = 0;
-    for (size_t i = 0; i < group.places.size(); ++i) {
-      places[i] = group.places[i];
-      bags[i] = step.lookups[group.places[i]].bags;
-      sum += step.lookups[group.places[i]].bags;
+}
+
+// A new tensor by `empty(shape, dtype)`.
+py::object made(const py::object& empty, const std::vector<int64_t>& shape,
+                const py::handle& dtype) {
+  py::tuple sizes(shape.size());
+  for (size_t d = 0; d < shape.size(); ++d) sizes[d] = shape[d];
+  return empty(sizes, dtype);
+}
+
+// The outputs of all lookups in no stack, in order; `wholes` gets the tensors that they share.
+// `dtypes`: one per lookup.
+py::list allocate(Step& step, const py::list& dtypes, const py::object& empty, py::list& wholes) {
+  static const py::object* split = new py::object(
+      py::module_::import("torch").attr("unsafe_split_with_sizes"));  // no views of each other
+  join(step);
+  std::vector<py::object> outs(step.lookups.size());
+  for (const Joined& group : step.joined) {
+    const size_t first = group.places[0];
+    const Lookup& lookup = step.lookups[first];
+    std::vector<int64_t> shape;
+    if (group.alone) {
+      for (int d = 0; d < lookup.ids.dims; ++d) shape.push_back(lookup.ids.size[d]);
+    } else {
+      shape.push_back(0);
+      for (const size_t k : group.places) shape[0] += step.lookups[k].bags;
     }
-    groups[g] = py::make_tuple(places, bags, sum, group.dim);
+    shape.push_back(group.dim);
+    py::object whole = made(empty, shape, dtypes[first]);
+    wholes.append(whole);
+    if (group.places.size() == 1) {
+      outs[first] = std::move(whole);
+      continue;
+    }
+    py::list bags(group.places.size());
+    for (size_t i = 0; i < group.places.size(); ++i) bags[i] = step.lookups[group.places[i]].bags;
+    const py::object parts = (*split)(whole, bags);
+    for (size_t i = 0; i < group.places.size(); ++i) outs[group.places[i]] = parts[py::int_(i)];
   }
-  return groups;
+  py::list found;
+  for (const py::object& out : outs)
+    if (out) found.append(out);
+  return found;
 }
 
 // Lets lookups write to `out`, one after the other or, `side_by_side`, next to each other.
@@ -548,16 +575,21 @@ void place(Step& step, const std::vector<size_t>& places, const py::handle& out,
     throw py::value_error("embedding_bags: the output does not fit its lookups");
 }
 
-// Runs a step into contiguous tensors: one for each group that `joined` has told, and for each
-// stack.
-py::object run_joined(Step& step, const py::list& wholes, int threads) {
-  const size_t groups = step.joined.size();
-  if (wholes.size() != groups + step.stacks.size())
-    throw py::value_error("embedding_bags: the outputs are not those of joined()");
-  for (size_t g = 0; g < groups; ++g) place(step, step.joined[g].places, wholes[g], false);
-  for (size_t s = 0; s < step.stacks.size(); ++s)
-    place(step, step.stacks[s], wholes[groups + s], true);
-  return run_lookups(step, threads);
+// Runs a step into new tensors: the outputs, of stacks before those of all other lookups, and the
+// failure. `dtypes`: one per lookup.
+py::tuple run_new(Step& step, const py::list& dtypes, const py::object& empty, int threads) {
+  py::list outs, wholes;
+  for (const auto& stack : step.stacks) {
+    const Lookup& first = step.lookups[stack[0]];
+    const auto count = static_cast<int64_t>(stack.size());
+    outs.append(made(empty, {first.bags, count, first.dim}, dtypes[stack[0]]));
+    place(step, stack, outs[outs.size() - 1], true);
+  }
+  const py::list others = allocate(step, dtypes, empty, wholes);
+  for (size_t g = 0; g < step.joined.size(); ++g)
+    place(step, step.joined[g].places, wholes[g], false);
+  for (const py::handle out : others) outs.append(out);
+  return py::make_tuple(outs, run_lookups(step, threads));
 }
 
 py::list shapes(const Step& step) {
@@ -586,9 +618,8 @@ void bind_embedding_bags(py::module_& m) {
       .def("gives_rows", [](const Step& step) { return gives_rows(step); })
       .def("check_rows", &check_rows)
       .def("shapes", &shapes)
-      .def("stacked", &stacked)
-      .def("joined", &joined)
+      .def("stack", &stack)
       .def("run", &run_step)
-      .def("run_joined", &run_joined);
+      .def("run_new", &run_new);
   m.def("embedding_step", &make_step);
 }

@@ -6,7 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tensor.h"
@@ -103,13 +105,15 @@ class KnownCalls {
   // The flat inputs of the graph; None if the call has to be examined. `modules`: what Modules
   // reads, passed at each call, since it would hide cycles from the garbage collector here.
   py::object inputs(const py::tuple& args, const py::tuple& modules) {
-    if (usable_ && holds_ && stand(Modules(modules)) && flatten(args) &&
-        describe(leaves_, words_) && known(words_) && !is_lazy()) {
-      misses_ = 0;
-      py::list found(leaves_.size());
-      for (size_t k = 0; k < leaves_.size(); ++k)
-        found[k] = py::reinterpret_borrow<py::object>(leaves_[k]);
-      return std::move(found);
+    std::vector<PyObject*> leaves;
+    if (usable_ && holds_ && stand(Modules(modules)) && flatten(args, leaves) && known(leaves)) {
+      py::list found(leaves.size());
+      for (size_t k = 0; k < leaves.size(); ++k)
+        found[k] = py::reinterpret_borrow<py::object>(leaves[k]);
+      if (!is_lazy(found)) {
+        misses_ = 0;
+        return std::move(found);
+      }
     }
     ++misses_;
     return py::none();
@@ -134,10 +138,11 @@ class KnownCalls {
   // The call that was examined runs by its graph. If another thread has begun anew since, that one
   // may have seen a change that this one has not.
   void admit(int64_t examination, const py::tuple& args) {
+    std::vector<PyObject*> leaves;
     std::vector<int64_t> words;
-    if (examination != examination_ || !flatten(args) || !describe(leaves_, words)) return;
+    if (examination != examination_ || !flatten(args, leaves) || !describe(leaves, words)) return;
     holds_ = true;
-    if (known(words)) return;
+    if (std::find(forms_.begin(), forms_.end(), words) != forms_.end()) return;
     if (forms_.size() < kMostForms) {
       forms_.push_back(std::move(words));
     } else {
@@ -174,52 +179,52 @@ class KnownCalls {
     return tuple || kind.ptr() == reinterpret_cast<PyObject*>(&PyList_Type);
   }
 
-  // Fills `leaves_`, borrowed; false if the arguments have another form.
-  bool flatten(const py::tuple& args) {
-    leaves_.clear();
+  // Fills `leaves`, borrowed; false if the arguments have another form.
+  bool flatten(const py::tuple& args, std::vector<PyObject*>& leaves) const {
     const auto count = static_cast<Py_ssize_t>(parts_.size());
     if (PyTuple_GET_SIZE(args.ptr()) != count) return false;
     for (Py_ssize_t k = 0; k < count; ++k)
-      if (!take(PyTuple_GET_ITEM(args.ptr(), k), parts_[static_cast<size_t>(k)])) return false;
+      if (!take(PyTuple_GET_ITEM(args.ptr(), k), parts_[static_cast<size_t>(k)], leaves))
+        return false;
     return true;
   }
 
-  bool take(PyObject* value, const Part& part) {
+  static bool take(PyObject* value, const Part& part, std::vector<PyObject*>& leaves) {
     switch (part.kind) {
       case Part::Kind::tensor:
-        leaves_.push_back(value);
+        leaves.push_back(value);
         return true;
       case Part::Kind::none:
         return value == Py_None;
       case Part::Kind::tuple:
         return PyTuple_CheckExact(value) != 0 && PyTuple_GET_SIZE(value) == part.count &&
-               items(&PyTuple_GET_ITEM(value, 0), part);
+               items(&PyTuple_GET_ITEM(value, 0), part, leaves);
       case Part::Kind::list:
         return PyList_CheckExact(value) != 0 && PyList_GET_SIZE(value) == part.count &&
-               items(reinterpret_cast<PyListObject*>(value)->ob_item, part);
+               items(reinterpret_cast<PyListObject*>(value)->ob_item, part, leaves);
       case Part::Kind::dict:
         return PyDict_CheckExact(value) != 0 && PyDict_GET_SIZE(value) == part.count &&
-               entries(value, part);
+               entries(value, part, leaves);
     }
     return false;
   }
 
-  bool items(PyObject* const* first, const Part& part) {
+  static bool items(PyObject* const* first, const Part& part, std::vector<PyObject*>& leaves) {
     for (Py_ssize_t k = 0; k < part.count; ++k) {
       if (part.nones && first[k] != Py_None) return false;
-      if (!part.nones) leaves_.push_back(first[k]);
+      if (!part.nones) leaves.push_back(first[k]);
     }
     return true;
   }
 
-  bool entries(PyObject* dict, const Part& part) {
+  static bool entries(PyObject* dict, const Part& part, std::vector<PyObject*>& leaves) {
     Py_ssize_t place = 0, at = 0;
     PyObject *key = nullptr, *value = nullptr;
     while (PyDict_Next(dict, &place, &key, &value) != 0) {
       PyObject* then = PyTuple_GET_ITEM(part.keys.ptr(), at++);
       if (key != then && (PyUnicode_CheckExact(key) == 0 || PyUnicode_Compare(key, then) != 0))
         return false;
-      leaves_.push_back(value);
+      leaves.push_back(value);
     }
     return true;
   }
@@ -227,7 +232,6 @@ class KnownCalls {
   // The dtype, device and shape of each tensor; false if one is of a subclass, or has other facts.
   static bool describe(const std::vector<PyObject*>& leaves, std::vector<int64_t>& words) {
     const TensorReader& reader = TensorReader::get();
-    words.clear();
     for (PyObject* leaf : leaves) {
       recast::dlpack::Tensor found;
       if (!reader.look(leaf, found) || found.code == kComplex) return false;
@@ -239,18 +243,19 @@ class KnownCalls {
     return true;
   }
 
-  bool known(const std::vector<int64_t>& words) const {
-    for (const auto& form : forms_)
-      if (form == words) return true;
-    return false;
+  bool known(const std::vector<PyObject*>& leaves) const {
+    std::vector<int64_t> words;
+    return describe(leaves, words) &&
+           std::find(forms_.begin(), forms_.end(), words) != forms_.end();
   }
 
-  bool is_lazy() const {
+  // torch lets other threads run while it answers.
+  bool is_lazy(const py::list& leaves) const {
     static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
     for (const size_t k : lazy_) {
-      if (k >= leaves_.size()) return true;
+      PyObject* leaf = k < leaves.size() ? PyList_GET_ITEM(leaves.ptr(), k) : Py_None;
       const auto answer =
-          py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(leaves_[k], is_neg));
+          py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(leaf, is_neg));
       if (!answer) throw py::error_already_set();
       if (answer.ptr() != Py_False) return true;
     }
@@ -282,8 +287,6 @@ class KnownCalls {
   bool usable_ = false, holds_ = false;
   int64_t examination_ = 0;
   size_t next_ = 0, misses_ = 0;
-  std::vector<PyObject*> leaves_;  // these two used under the GIL, in one call
-  std::vector<int64_t> words_;
 };
 
 }  // namespace

@@ -217,7 +217,7 @@ def _without_kernels(captured: Captured, journal: Journal) -> list[str]:
 def _bound(compiled: Compiled, captured: Captured, journal: Journal) -> str | None:
     """What bounds the model; a failure to tell is noted, since the model still runs."""
     try:
-        return library.bound(compiled.graphs, captured.root)
+        return library.bound(compiled._graphs, captured.root)
     except Exception as error:
         journal.notes.append(f"what bounds it is not known: {type(error).__name__}: {error}")
         return None

@@ -1,6 +1,7 @@
 """What ``optimize`` returns: graphs as generated code, run as long as their assumptions hold.
 
-entry         module (``Compiled``, which the user gets), runner (one call of it)
+entry         module (``Compiled``, which the user gets), gives_way (to the user's own names),
+              runner (one call of it)
 running       codegen, stacks (results that stay together), signature, trees (nested arguments),
               array_inputs (of numpy)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from

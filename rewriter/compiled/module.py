@@ -22,6 +22,7 @@ from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
 
 from .copies import modules_by_path
+from .gives_way import gives_way
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Compiled(nn.Module):
     Attributes:
         report: what was rewritten, and what was not and why.
         plan: where every table lives.
-        graph: the ``fx.Graph`` for the current mode.
+        graph: the ``fx.Graph`` for the current mode. This and ``graphs``, ``code`` and ``parts``
+            are the user's where the model has an attribute of that name.
     """
 
     report: Report
@@ -241,27 +243,32 @@ class Compiled(nn.Module):
     def training(self, mode: bool) -> None:
         self._root.training = mode
 
-    @property
+    @gives_way
     def graph(self) -> Graph:
         """The graph for the current mode; an empty one when the model is not captured whole."""
         graphs = self._runner.graphs
         chosen = graphs.get("both") or graphs.get("train" if self.training else "eval")
         return chosen if chosen is not None else fx.Graph()
 
-    @property
+    @gives_way
     def graphs(self) -> dict[str, Graph]:
         """All graphs, by mode."""
-        return dict(self._runner.graphs)
+        return self._graphs
 
-    @property
+    @gives_way
     def code(self) -> str:
         """The generated Python source."""
         return self._runner.source()
 
-    @property
+    @gives_way
     def parts(self) -> dict[str, Compiled]:
         """Compiled submodules, by path, of a model that is not captured whole."""
         return dict(self._parts)
+
+    @property
+    def _graphs(self) -> dict[str, Graph]:
+        """The same as :attr:`graphs`, whatever the user's model has under that name."""
+        return dict(self._runner.graphs)
 
     def prove(self) -> str | None:
         """Why the rewritten graphs differ from the model on the example batches, or None. Strides
@@ -378,7 +385,7 @@ class Compiled(nn.Module):
 
         if not self._runner.graphs:
             return super().__repr__()
-        return dump.text(self.graph, self._root, self._name)
+        return dump.text(type(self).graph.ours(self), self._root, self._name)
 
     # ------------------------------------------------------------ copies
 

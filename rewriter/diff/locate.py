@@ -42,7 +42,7 @@ def first(
     a batch after the others, which no step is taken with and whose loss is not ``loss``.
     """
     again = None
-    if isinstance(fast, Compiled) and fast.graphs and fast._captured is None:
+    if isinstance(fast, Compiled) and fast._graphs and fast._captured is None:
         again = capture(plain, _example(batches))
     search = _Search(plain, fast, batches, seed, loss, make, rtol, again, shorter)
     with model_runs.undisturbed(plain, fast) as restore:
@@ -176,7 +176,7 @@ def graphs_of(
     if not isinstance(fast, Compiled) or captured is None:
         return None
     mode = "train" if training else "eval"
-    before, after = (g.get(mode, g.get("both")) for g in (captured.graphs, fast.graphs))
+    before, after = (g.get(mode, g.get("both")) for g in (captured.graphs, fast._graphs))
     if before is None or after is None:
         return None
     return before, after, captured.root, captured.signature

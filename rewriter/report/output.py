@@ -24,10 +24,19 @@ def graphs(
 ) -> Iterator[tuple[str, Graph, nn.Module]]:
     """``(label, graph, root)`` of all graphs: by mode when there are two, by path in a part."""
     root = root._root if isinstance(root, Compiled) else root  # a module may be named as our own
-    for mode, graph in source.graphs.items():
+    by_mode, parts = _graphs_and_parts(source)
+    for mode, graph in by_mode.items():
         yield ".".join(p for p in (label, "" if mode == "both" else mode) if p), graph, root
-    for path, part in source.parts.items():
+    for path, part in parts.items():
         yield from graphs(part, root.get_submodule(path), ".".join(p for p in (label, path) if p))
+
+
+def _graphs_and_parts(
+    source: Captured | Compiled,
+) -> tuple[Mapping[str, Graph], Mapping[str, Captured] | Mapping[str, Compiled]]:
+    if isinstance(source, Compiled):
+        return source._graphs, source._parts
+    return source.graphs, source.parts
 
 
 def text(source: Captured | Compiled, name: str) -> str:

@@ -47,8 +47,8 @@ def check_lookups(compiled: Compiled) -> None:
                 raise _by_batch(path, *_MAX_NORM)
             if module.scale_grad_by_freq:
                 raise _by_batch(path, *_BY_FREQUENCY)
-    for one in (compiled, *compiled.parts.values()):
-        for graph in one.graphs.values():
+    for one in (compiled, *compiled._parts.values()):
+        for graph in one._graphs.values():
             for node in graph.nodes:
                 if is_call(node, F.embedding, F.embedding_bag):
                     place = note(node).where or node.name

@@ -211,10 +211,10 @@ def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> Non
 
 def _uses(compiled: Compiled) -> dict[str, Use]:
     root, graph = compiled._root, _training(compiled)
-    used = uses(compiled.graphs.values(), root)
+    used = uses(compiled._graphs.values(), root)
     for name, use in uses([graph] if graph is not None else [], root).items():
         used[name].lookups = use.lookups  # once, not once per mode
-    if not compiled.graphs:  # else what runs as it is stands in one, with the tables that it holds
+    if not compiled._graphs:  # else what runs as it is stands in one, with the tables that it holds
         report = compiled.report
         because = " at ".join(text for text in (report.why, report.where) if text)
         told = f" ({because})" if because else ""
@@ -225,7 +225,7 @@ def _uses(compiled: Compiled) -> dict[str, Use]:
 
 def tables_of(compiled: Compiled) -> list[Table]:
     """Every distinct table of the model, under its first name, in the order of ``state_dict``."""
-    used = uses(compiled.graphs.values(), compiled._root)
+    used = uses(compiled._graphs.values(), compiled._root)
     return [_table(n, p) for n, p in compiled._root.named_parameters() if n in used]
 
 
@@ -306,7 +306,7 @@ def _sample(compiled: Compiled, captured: Captured, tables: list[Table]) -> Samp
 
 def _training(compiled: Compiled) -> Graph | None:
     """The graph for train mode."""
-    return compiled.graphs.get("both") or compiled.graphs.get("train")
+    return compiled._graphs.get("both") or compiled._graphs.get("train")
 
 
 # ---------------------------------------------------------------- graphs and tables
@@ -316,19 +316,19 @@ def _communicate(
     compiled: Compiled, captured: Captured, passes: Sequence[pipeline.Pass], journal: Journal
 ) -> None:
     _check_captured(compiled)
-    for graph in compiled.graphs.values():
+    for graph in compiled._graphs.values():
         context = Context(captured.root, journal, captured.batches, captured.sizes)
         pipeline.run(graph, passes, context)
     compiled.spread()
     # Captured parts have no sharded tables, but may compute statistics and masks of the batch.
     batchwise = [p for p in passes if isinstance(p, library.BATCHWISE)]
-    for path, part in compiled.parts.items():
+    for path, part in compiled._parts.items():
         _communicate(part, captured.parts[path], batchwise, journal)
 
 
 def _check_captured(compiled: Compiled) -> None:
     """Raise UsageError for batch norm or dropout outside all graphs: it would see one rank only."""
-    if compiled.graphs:
+    if compiled._graphs:
         return  # what is opaque in a graph is refused by the passes, in train mode
     for path, module in library.inner(compiled._root, ""):
         if library.batchwise(module):
@@ -378,8 +378,8 @@ def _flagged(compiled: Compiled) -> tuple[str, ...]:
     asks. The flags of others may differ between ranks.
     """
     root = compiled._root
-    nodes = [node for graph in compiled.graphs.values() for node in graph.nodes]
-    if not nodes or compiled.parts:
+    nodes = [node for graph in compiled._graphs.values() for node in graph.nodes]
+    if not nodes or compiled._parts:
         return tuple(path for path, _ in root.named_modules())
     read = (str(node.target) for node in nodes if node.op == "get_attr")
     flags = (path.rpartition(".") for path in read)

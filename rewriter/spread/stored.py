@@ -75,11 +75,11 @@ def store(
 def _rewrite(
     compiled: Compiled, captured: Captured, passes: Sequence[pipeline.Pass], journal: Journal
 ) -> None:
-    for graph in compiled.graphs.values():
+    for graph in compiled._graphs.values():
         context = Context(captured.root, journal, captured.batches, captured.sizes)
         pipeline.run(graph, passes, context)
     compiled.spread()
-    for path, part in compiled.parts.items():
+    for path, part in compiled._parts.items():
         _rewrite(part, captured.parts[path], passes, journal)
 
 

@@ -60,8 +60,7 @@ from recast.runtime.embedding.call import (
 from recast.runtime.embedding.outputs import (
     Failure,
     allocate,
-    run_joined,
-    run_stacked,
+    run_new,
     unstacked,
 )
 from recast.runtime.embedding.samples import samples
@@ -213,16 +212,14 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
     if winners and "max" in call.layout.mode:
         modes = zip(step.shapes(), call.layout.mode, strict=True)
         won = [torch.empty(shape, dtype=torch.int64) for shape, mode in modes if mode == "max"]
-    stacked = run_stacked(step, call, dtypes) if call.stacks and not apart and not won else None
-    if stacked is not None:
-        outs, failure = stacked
-    elif apart or won:
+    stacks = call.stacks if call.stacks and not (apart or won) and step.stack(call.stacks) else ()
+    if apart or won:
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, won, device.threads())
     else:
-        outs, failure = run_joined(step, call, dtypes)
+        outs, failure = run_new(step, dtypes)
     _raise(failure, call)
-    return Found(outs, won, stacks=() if stacked is None else call.stacks)
+    return Found(outs, won, stacks=stacks)
 
 
 def _raise(failure: Failure, call: Call) -> None:

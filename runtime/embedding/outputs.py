@@ -18,33 +18,15 @@ from recast.runtime.embedding.call import Call, Stacks
 Failure = tuple[int, bool, int] | None  # lookup, whether it is an offset, position
 
 
-def run_joined(
-    step: Any, call: Call, dtypes: Sequence[torch.dtype]
-) -> tuple[list[Tensor], Failure]:
-    """Run the C++ ``step`` of ``call``: its outputs, and the first wrong value that it met.
+def run_new(step: Any, dtypes: list[torch.dtype]) -> tuple[list[Tensor], Failure]:
+    """Run the C++ ``step``: its outputs, of stacks before those of the other lookups, and the first
+    wrong value that it met.
 
-    ``dtypes``: of the output of each lookup. Outputs of one width and dtype share one allocation.
+    ``dtypes``: of the output of each lookup. Outputs of one width and dtype share one allocation,
+    and each stack is one tensor (bags, lookups, dim).
     """
-    outs, wholes = _apart(step, call, dtypes)
-    return [outs[k] for k in range(len(outs))], step.run_joined(wholes, device.threads())
-
-
-def run_stacked(
-    step: Any, call: Call, dtypes: Sequence[torch.dtype]
-) -> tuple[list[Tensor], Failure] | None:
-    """The same with the lookups of each of ``call.stacks`` as one tensor (bags, lookups, dim): the
-    stacks, and behind them the outputs of all other lookups. None if those of a stack differ.
-    """
-    sizes = step.stacked(call.stacks)
-    if sizes is None:
-        return None
-    stacks = [
-        kept_memory.empty((bags, len(places), dim), dtypes[places[0]])
-        for places, (bags, dim) in zip(call.stacks, sizes, strict=True)
-    ]
-    outs, wholes = _apart(step, call, dtypes)
-    failure = step.run_joined([*wholes, *stacks], device.threads())
-    return [*stacks, *(outs[k] for k in sorted(outs))], failure
+    found: tuple[list[Tensor], Failure] = step.run_new(dtypes, kept_memory.empty, device.threads())
+    return found
 
 
 def unstacked(stacks: Stacks, values: Sequence[Tensor | None], lookups: int) -> list[Tensor | None]:
@@ -59,27 +41,6 @@ def unstacked(stacks: Stacks, values: Sequence[Tensor | None], lookups: int) -> 
     for k, value in zip(others, values[len(stacks) :], strict=True):
         found[k] = value
     return found
-
-
-def _apart(
-    step: Any, call: Call, dtypes: Sequence[torch.dtype]
-) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """The outputs of the lookups that are in no stack, by number, and the tensors they share."""
-    outs: dict[int, Tensor] = {}
-    wholes = []
-    for places, bags, rows, dim in step.joined():
-        first = places[0]
-        shape = (rows, dim) if len(places) > 1 else (*_shape(call, first, rows), dim)
-        whole = kept_memory.empty(shape, dtypes[first])
-        wholes.append(whole)
-        parts = torch.unsafe_split_with_sizes(whole, bags) if len(places) > 1 else (whole,)
-        outs.update(zip(places, parts, strict=True))
-    return outs, wholes
-
-
-def _shape(call: Call, k: int, rows: int) -> tuple[int, ...]:
-    """The shape of the output of lookup ``k`` without its width."""
-    return tuple(call.ids[k].shape) if call.layout.mode[k] == "none" else (rows,)
 
 
 def allocate(

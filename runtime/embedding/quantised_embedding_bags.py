@@ -30,7 +30,7 @@ from recast.runtime.embedding.call import (
     id_error,
     offset_error,
 )
-from recast.runtime.embedding.outputs import allocate, run_joined
+from recast.runtime.embedding.outputs import allocate, run_new
 from recast.runtime.embedding.samples import samples as plain_samples
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
@@ -192,7 +192,7 @@ def _run(step: Any, call: Call, stored: _Stored, apart: bool) -> list[Tensor]:
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, [], device.threads())
     else:
-        outs, failure = run_joined(step, call, dtypes)
+        outs, failure = run_new(step, dtypes)
     if failure is not None:
         k, is_offset, position = failure
         wide = _wide(call, stored)

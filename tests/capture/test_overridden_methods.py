@@ -99,3 +99,40 @@ def test_loaded_result_knows_its_named_tuples() -> None:
     fast._root.fields[0] = Named("a", 8)
     with pytest.warns(recast.RecastWarning, match="plain forward"):
         fast(IDS)
+
+
+class OfGraphs(nn.Module):
+    """With names that the result has, too, as an attribute, a buffer, a module and a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(9, 4)
+        self.graphs = [[0, 1]]
+        self.register_buffer("graph", torch.eye(4))
+        self.parts = nn.ModuleList([nn.Linear(4, 4)])
+
+    def code(self) -> str:
+        return "its own"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.parts[0](self.rows(ids) @ self.graph)
+
+
+def test_names_that_the_result_has_are_the_users() -> None:
+    model = OfGraphs()
+    ids = torch.randint(9, (6,))
+    fast: Any = recast.optimize(model, example=ids)
+    assert fast.graph is model.graph and fast.graphs is fast._root.graphs
+    assert isinstance(fast.parts[0], nn.Linear) and fast.code() == "its own"
+    assert "recast.embedding_bags" in str(fast) and fast.report.captured == "whole"
+    assert copy.deepcopy(fast).graphs == [[0, 1]]
+    torch.testing.assert_close(fast(ids), model(ids))
+
+
+def test_a_name_that_is_given_later_is_the_users() -> None:
+    fast: Any = recast.optimize(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), example=torch.rand(5, 3))
+    assert list(fast.graph.nodes)
+    fast.graph = "the user's"
+    assert fast.graph == "the user's" and fast._root.graph == "the user's"
+    del fast.graph
+    assert list(fast.graph.nodes)
