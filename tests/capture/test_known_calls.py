@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -258,6 +259,24 @@ def test_errors_say_the_same() -> None:
         fast(bad, WEIGHTS)
     with pytest.raises((IndexError, RuntimeError)):
         model(bad, WEIGHTS)
+
+
+def test_threads() -> None:
+    """torch lets other threads run while it is asked whether an input is a negative view."""
+    model, fast = made()
+    batches = [(IDS[:n], WEIGHTS[:n] + n) for n in range(1, 7)]
+    with torch.no_grad():
+        want = [model(*batch) for batch in batches]
+        for batch in batches:
+            fast(*batch)
+
+    def call(k: int) -> bool:
+        with torch.no_grad():
+            got = [fast(*batches[k]) for _ in range(400)]
+        return all(torch.equal(one, got[0]) and torch.allclose(one, want[k]) for one in got)
+
+    with ThreadPoolExecutor(len(batches)) as pool:
+        assert all(pool.map(call, range(len(batches))))
 
 
 def test_nothing_is_kept_alive() -> None:
