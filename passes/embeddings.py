@@ -340,7 +340,7 @@ def _worth(match: Match) -> str | None:
     dense = sum(
         t.numel() * t.element_size()
         for t in _tables(group)
-        if t.requires_grad and id(t) not in kept
+        if t.requires_grad and id(t) not in kept and dynamic_table.of(t) is None
     )
     saved = [plural(len(group) - 1, "launch")] if len(group) > 1 else []
     saved += [f"{human(dense)} of dense gradient a step"] if dense else []

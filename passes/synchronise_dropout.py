@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from recast.rewriter import order
-from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
+from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, items, note
 from recast.rewriter.report.journal import Missed
 from recast.runtime.layers.drawn_dropout import drawn_dropout
+from recast.runtime.layers.field_attention import attention_weights, weighted
 from recast.runtime.refusal import refuse
 
 from .chain_steps import Step, read_step
@@ -28,6 +29,7 @@ _RELU_DROPOUT = torch.ops.recast.relu_dropout.default
 _DROPOUT = torch.ops.recast.dropout_global.default
 _ROWS = torch.ops.recast.global_rows.default
 _COLLECTIVE = (MLP, _DROPOUT, _ROWS, torch.ops.recast.batch_norm_global.default)
+_ATTENTION = torch.ops.recast.field_attention.default
 _UNKNOWN = -1, 1
 
 
@@ -128,6 +130,37 @@ def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
     return made or (isinstance(step, Step) and step.kind != "dropout" and not step.inplace)
 
 
+# ---------------------------------------------------------------- attention
+
+
+def _open(node: Node, rule: str) -> None:
+    """Write an attention whose op would draw a mask as its parts, with a dropout of its own."""
+    q, k, v, scale, p, training, _, *masks = node.args
+    writer = Writer(node, rule)
+    weights = writer.call(attention_weights, q, k, scale, *masks, name="attention_weights")
+    of_q, of_k = spec_of(q), spec_of(k)
+    if of_q is not None and of_k is not None:
+        spec = Spec(of_q.dtype, (*of_q.shape[:-1], of_k.shape[-2]))
+        annotate(weights, spec=spec)
+    dropped = writer.call(drawn_dropout, weights, p, training, name="dropout")
+    annotate(dropped, spec=note(weights).spec)
+    out = writer.call(weighted, dropped, v, name="attention")
+    for k_th, item in list(items(node)):
+        annotate(out if k_th == 0 else weights, spec=note(item).spec)
+        item.replace_all_uses_with(out if k_th == 0 else weights)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _may_drop(node: Node) -> bool:
+    """Whether this is an attention that draws a mask in train mode."""
+    return is_call(node, _ATTENTION) and not _is_zero(node.args[4]) and node.args[5] is not False
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
 # ---------------------------------------------------------------- other draws
 
 # functions that draw only in training: index and name of the flag, its default
@@ -184,7 +217,8 @@ class SynchroniseDropout:
     global batch and uses its own rows (``runtime.mlp.mask_draws`` says what the others' cost). If
     it is not known which dimension counts samples, ranks draw masks of their own, independent of
     each other, and the report says so; with ``exact=False`` they always do. What does not grow with
-    the batch is dropped alike on all ranks. Other draws raise at run time, when they would happen.
+    the batch is dropped alike on all ranks. An attention that drops weights is written as its parts
+    for that. Other draws raise at run time, when they would happen.
     """
 
     name: ClassVar[str] = "synchronise-dropout"
@@ -193,6 +227,8 @@ class SynchroniseDropout:
     def run(self, graph: Graph, context: Context) -> int:
         """Replace the dropouts of ``graph``; returns how many nodes were rewritten."""
         root = context.root
+        for node in [n for n in graph.nodes if _may_drop(n)][: context.fuel_left()]:
+            _open(node, self.name)
         found = [_place(node, root) for node in graph.nodes]
         places = [p for p in found if p is not None][: context.fuel_left()]
         if not self.exact:
@@ -252,7 +288,7 @@ class SynchroniseDropout:
                     writer.put(flag),
                     f"{node.name} draws random numbers in forward, on several ranks",
                     "each would draw for its own batch, and none what one process would",
-                    tries if rule is None else ["dropout of 0", f"passes= without {rule}"],
+                    tries if rule is None else ["dropout of 0", f'passes="default,-{rule}"'],
                     writer.put(p),
                 )
                 fired(made, f"{node.name} is refused where it draws", self.name, context)

@@ -139,8 +139,9 @@ def optimize(
             steps after its last gradient. "lazy": rows that a batch does not look up stay as they
             are; the numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the
             looked-up rows). Other optimizers are exact either way.
-        passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
-            a sequence of passes; None means the default one.
+        passes: a pipeline, as text (``"default"``, ``"default,-fuse-mlp"`` for all but one,
+            ``"normalize,fuse-mlp{max-layers=4}"``) or as a sequence of passes; None means the
+            default one.
         inplace: rewrite ``model`` itself rather than a copy that shares its parameters, so that
             calls of ``model`` run the graph too.
         strict: re-raise what a rule raises, rather than skip the rule and say so in the report.

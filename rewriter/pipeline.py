@@ -149,14 +149,14 @@ def _meta_of(spec: Any, size: int) -> Any:
 
 # ---------------------------------------------------------------- pipelines as text
 
-_ITEM = re.compile(r"([a-z0-9-]+)(?:\{([^}]*)\})?\s*(?:,|$)\s*")
+_ITEM = re.compile(r"(-?)([a-z0-9][a-z0-9-]*)(?:\{([^}]*)\})?\s*(?:,|$)\s*")
 
 
 def parse(
     text: str, registry: Mapping[str, Callable[..., Pass]], default: Sequence[Pass]
 ) -> tuple[Pass, ...]:
     """A pipeline from text, as ``'normalize,fuse-mlp{max-layers=4}'``; the word "default" stands
-    for ``default``.
+    for ``default``, and ``-name`` takes a pass out of what stands before it.
 
     Raises UsageError for an unknown pass or option.
     """
@@ -169,12 +169,26 @@ def parse(
             raise UsageError(
                 f"passes: cannot read {text[at:]!r}",
                 why="a pipeline is names separated by commas, options in braces: 'a,b{k=1}'",
-                tries=("default", "normalize,fuse-mlp{max-layers=4}"),
+                tries=("default", "default,-fuse-mlp", "normalize,fuse-mlp{max-layers=4}"),
             )
-        name, options = item.group(1), item.group(2) or ""
-        passes.extend(default if name == "default" else [_make(name, options, registry)])
+        minus, name, options = item.group(1), item.group(2), item.group(3) or ""
+        if minus:
+            passes = _without(name, passes)
+        else:
+            passes.extend(default if name == "default" else [_make(name, options, registry)])
         at = item.end()
     return tuple(passes)
+
+
+def _without(name: str, passes: list[Pass]) -> list[Pass]:
+    kept = [p for p in passes if p.name != name]
+    if len(kept) == len(passes):
+        raise UsageError(
+            f"passes: there is no pass {name!r} to take out",
+            why="-name takes out what stands before it",
+            tries=_near(name, {p.name: p for p in passes}) or ("recast list passes",),
+        )
+    return kept
 
 
 def given(passes: object) -> tuple[Pass, ...]:

@@ -96,6 +96,19 @@ class Masks:
 _NONE = Masks()
 
 
+def attention_weights(
+    q: Tensor, k: Tensor, scale: float, bias: Tensor | None = None, filled: Tensor | None = None,
+    fill: float = 0.0, safe: bool = False,
+) -> Tensor:  # fmt: skip
+    """The weights before dropout, (N, H, Q, K), in plain torch: for a dropout of one's own."""
+    return Masks(bias, filled, fill, safe).weights(q, k, scale)
+
+
+def weighted(a: Tensor, v: Tensor) -> Tensor:
+    """``a v`` of weights (N, H, Q, K), in plain torch, as the op lays it out: (N, H, Q, e)."""
+    return _laid(torch.matmul(a, v), v)
+
+
 def reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool, weights: bool,
     bias: Tensor | None = None, filled: Tensor | None = None, fill: float = 0.0, safe: bool = False,
@@ -107,8 +120,8 @@ def reference(
         out = F.scaled_dot_product_attention(q, k, v, scale=scale)
         return [_laid(out, v)]
     a = masks.weights(q, k, scale)
-    out = torch.matmul(F.dropout(a, p, training), v)
-    return [_laid(out, v), a] if weights else [_laid(out, v)]
+    out = weighted(F.dropout(a, p, training), v)
+    return [out, a] if weights else [out]
 
 
 def _laid(out: Tensor, v: Tensor) -> Tensor:

@@ -125,9 +125,11 @@ def _noise(
     """The part of the noise of ``shape`` that starts at ``first`` in ``dim``, like ``like``."""
     if p == 1:
         return torch.zeros_like(like)
-    # Numbers are drawn in memory order, that of the input.
+    # Numbers are drawn in memory order, that of the input. Of two dimensions with one stride, the
+    # one of size 1 lies inside the other, as with the single row of a rank: else its stride were
+    # larger.
     strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], like.shape[d] == 1))
     back = [order.index(d) for d in range(like.dim())]
     inner = math.prod(shape) // max(shape[dim], 1)
     like = like.detach()

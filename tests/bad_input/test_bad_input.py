@@ -289,6 +289,16 @@ def test_an_unknown_pass() -> None:
     assert caught.value.tries == ("fuse-mlp",)
 
 
+def test_a_pass_that_is_taken_out() -> None:
+    model, batches, _ = build("dlrm")
+    fast = recast.optimize(model, example=batches, passes="default,-fuse-mlp")
+    fired = {entry.rule for entry in fast.report.journal.fired}
+    assert "fuse-mlp" not in fired and "group-embeddings" in fired
+    with pytest.raises(UsageError, match="no pass 'fuse-mpl' to take out") as caught:
+        recast.optimize(model, example=batches, passes="default,-fuse-mpl")
+    assert caught.value.tries[0] == "fuse-mlp"
+
+
 def test_an_unknown_option_of_a_pass() -> None:
     model, batches, _ = build("dlrm")
     with pytest.raises(UsageError, match="normalize has no option 'depth'"):

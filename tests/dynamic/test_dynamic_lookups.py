@@ -38,6 +38,7 @@ def test_the_graph_shows_the_rows_being_found() -> None:
     text = str(fast)
     assert text.index("find_rows") < text.index("embedding_bags")
     assert "0 is dynamic: at most 9 rows" in str(fast.report)
+    assert "of dense gradient" not in str(fast.report)  # of no size: there never was one
 
 
 def test_eval_answers_new_ids_by_their_initial_value_and_stores_nothing() -> None:

@@ -287,6 +287,31 @@ def test_train_mode() -> None:
     assert "model.eval() for inference" in raised.value.tries
 
 
+class Noisy(nn.Module):
+    """As models are regularised: train mode has a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.top = nn.Embedding(50, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.rows(ids).sum(1)
+        if self.training:
+            h = h + 0.01 * torch.randn_like(h)
+        return self.top(h)
+
+
+def test_forwards_that_ask_for_the_mode() -> None:
+    ids = torch.randint(50, (6, 3))
+    fast = recast.optimize(Noisy().eval(), example=ids, precision="int8")
+    assert len(fast.graphs) == 2 and not fast.report.journal.raised
+    assert "1 table in int8" in str(fast.report)
+    assert "quantised_embedding_bags" in str(fast)
+    fast(ids)
+    with pytest.raises(UsageError, match="in train mode"):
+        fast.train()(ids)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="there is no precision 'int2'") as raised:
         recast.optimize(small(), precision="int2")  # type: ignore[call-overload]
