@@ -2,7 +2,8 @@
 
 entry                 capture_model (the whole model, else its parts), trace (one trace), modes
                       (train and eval), symbolic (without an example)
-examples              batches, plain_model (what runs them)
+examples              batches, plain_model (what runs them), unread_entries (what of them is not
+                      read)
 tracing               tracer, values, intercept, recording, operands, scratch, layers, calls,
                       frames, no_grad, storages
 result                tidy, constants, proof (the graph gives the model's own results)

@@ -44,6 +44,7 @@ from .restored_state import restored_globals, restored_objects, restored_tensors
 from .squeezes import relying
 from .symbolic import trace_without_example
 from .trace import Traced
+from .unread_entries import unread
 
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
 _CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
@@ -192,6 +193,8 @@ def capture_part(
     second: tuple[Any, ...], sizes: tuple[int, int], prefix: str, falls_back: bool,
 ) -> Captured:  # fmt: skip
     """Capture one module on two batches, or its submodules if it cannot be captured."""
+    signature = replace(signature, unread=unread(root, signature, first))
+    second = signature.settled(second)
     captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
     captured.falls_back = falls_back
     opaque: set[str] = set()
@@ -252,6 +255,10 @@ def _taken_for_granted(captured: Captured) -> list[str]:
         said.append(
             f"numbers that forward changes, read and stored at each call: {_few([*numbers])}"
         )
+    any_value = captured.signature.unread if captured.signature is not None else ()
+    names = [name for one in any_value for name in one.constants]
+    if names:
+        said.append(f"entries of the batch that forward never reads may be any: {_few(names)}")
     prints = dict.fromkeys(line for t in captured.traced.values() for line in t.prints)
     if prints:
         said.append(f"printed or logged while captured, but not by the graph: {_few(list(prints))}")

@@ -3,7 +3,7 @@
 entry         module (``Compiled``, which the user gets), gives_way (to the user's own names),
               runner (one call of it)
 running       codegen, stacks (results that stay together), signature, trees (nested arguments),
-              array_inputs (of numpy)
+              array_inputs (of numpy), unread (what of the arguments does not matter)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from
               Python), baked_values (how that is found), code_names (what code names), visible_names
               (what it can see), value_checks (how a value is compared), object_contents (by name),

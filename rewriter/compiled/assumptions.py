@@ -233,10 +233,13 @@ def _links(
 
 
 def _is_of_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module lies inside a layer of torch, which calls it itself."""
+    """Whether a module lies inside a layer of torch, which calls it itself, or only reads its
+    weight; not inside one that a pass opens.
+    """
     parts = path.split(".")
     above = (".".join(parts[:k]) for k in range(1, len(parts)))
-    return any(torch_layer(type(modules[p])) for p in above if p in modules)
+    kinds = (type(modules[p]) for p in above if p in modules)
+    return any(torch_layer(kind) and kind not in external_state.OPENED for kind in kinds)
 
 
 def _probe(

@@ -201,6 +201,11 @@ _UNREAD = frozenset({
 })  # fmt: skip
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)  # as an activation
 _ITERATED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# torch's layers that passes open, and the methods by which they run what is in them
+OPENED: dict[type, tuple[str, ...]] = {
+    nn.TransformerEncoder: (),
+    nn.TransformerEncoderLayer: ("_sa_block", "_ff_block"),
+}
 _LISTED = (nn.ParameterList, nn.ParameterDict)
 
 
@@ -218,6 +223,8 @@ def of_module(path: str, module: nn.Module) -> Iterator[Check]:
         else:
             yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
     elif torch_layer(type(module)):
+        for name in OPENED.get(type(module), ()):
+            yield vars(module).get, (name, Absent), Same(Absent), f"{path}.{name}"
         for slots in (module._parameters, module._buffers):
             for name in (name for name, value in slots.items() if value is None):
                 yield slots.get, (name,), Same(None), f"{path}.{name}"

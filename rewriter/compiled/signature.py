@@ -13,6 +13,7 @@ from torch import nn
 
 from .array_inputs import array_of, tensor_of
 from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
+from .unread import Unread
 
 _dtype_of = attrgetter("dtype")
 Sizes: TypeAlias = "tuple[tuple[int, tuple[tuple[int, int], ...]], ...]"
@@ -41,6 +42,7 @@ class Signature:
     ranks: tuple[int, ...] = ()  # dimensions of the leaves in the example
     arrays: tuple[int, ...] = ()  # positions of arguments that are arrays of numpy, tensors here
     rows: tuple[tuple[int, int], ...] = ()  # (leaf, dim) of rows, where they have to be several
+    unread: tuple[Unread, ...] = ()
 
     @property
     def every_name(self) -> list[str]:
@@ -102,12 +104,22 @@ class Signature:
             return ordered
         return tuple(made(v) if k in self.arrays else v for k, v in enumerate(ordered))
 
+    def settled(self, ordered: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``ordered`` with what forward never reads as it was in the example."""
+        if not self.unread:
+            return ordered
+        made = [*ordered]
+        for one in self.unread:
+            made[one.position] = one.settled(made[one.position])
+        return tuple(made)
+
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
         """The flat inputs of the graph, and why this call is not covered (None: it is)."""
         if self.outline is None:
             self.outline = outline(self.key)
         leaves = outlined(self.outline, ordered)
         if leaves is None:
+            ordered = self.settled(ordered)
             leaves, same = self._flattened(ordered)
             if not same:
                 return (
@@ -361,7 +373,7 @@ def complete(
     done = Signature(
         base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed), tuple(fixed), (),
         tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)), keywords=base.keywords,
-        ranks=tuple(x.dim() for x, _ in pairs), arrays=base.arrays,
+        ranks=tuple(x.dim() for x, _ in pairs), arrays=base.arrays, unread=base.unread,
     )  # fmt: skip
     return done, pairs + [(a[k], b[k]) for k in numbers]
 

@@ -92,6 +92,24 @@ CASES = {
     "norm that was None": Case(
         encoder, lambda m: setattr(m[0], "norm", nn.LayerNorm(8)), "a setting of 0 was None",
     ),
+    "hook inside a layer": Case(
+        encoder, lambda m: m[0].layers[1].linear2.register_forward_hook(lambda *a: a[2] * 2),
+        "a hook was added to the module '0.layers.1.linear2'",
+    ),
+    "hook on a layer of an encoder": Case(
+        encoder, lambda m: m[0].layers[0].register_forward_pre_hook(lambda _, a: (a[0] * 2,)),
+        "a hook was added to the module '0.layers.0'",
+    ),
+    "backward hook inside a layer": Case(
+        encoder, lambda m: m[0].layers[0].linear1.register_full_backward_pre_hook(
+            lambda _, up: (up[0] * 2,)
+        ),
+        "a hook was added to the module '0.layers.0.linear1'",
+    ),
+    "method of a layer": Case(
+        encoder, lambda m: setattr(m[0].layers[1], "_ff_block", torch.tanh),
+        "0.layers.1._ff_block was changed",
+    ),
     "dropout of GRU": Case(
         Recurrent, lambda m: setattr(m.g, "dropout", 0.5), "a setting of g was 0.0 and is now 0.5",
     ),
