@@ -24,6 +24,9 @@ from .native_stderr import no_native_stderr
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
 
@@ -93,9 +96,10 @@ class Bench:
         }
 
     def __str__(self) -> str:
+        rounds = len(self.plain.seconds)
         lines = [
             f"{self.model}: {self.speedup:.2f} × as fast as plain",
-            f"  {self.step}; {len(self.plain.seconds)} rounds, interleaved",
+            f"  {self.step}; {rounds} round{'' if rounds == 1 else 's'}, interleaved",
             f"  {'':<8}{'median':>12}{'IQR':>12}{'peak memory':>14}",
         ]
         for name, t in (("plain", self.plain), ("recast", self.recast)):

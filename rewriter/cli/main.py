@@ -41,7 +41,8 @@ environment:
 exit codes:
   0    yes
   1    no: the numbers differ, slower than asked, no plan fits
-  2    the question is wrong: usage, or a model that cannot be imported, called or captured
+  2    the question is wrong: usage, a model that cannot be imported, or raises by itself;
+       of explain and optimize also: nothing of the model can be captured
   3    a fault of recast's own; it writes a folder with all that is needed to repeat it
   130  interrupted
 """

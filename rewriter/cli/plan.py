@@ -120,9 +120,10 @@ def _plan(args: argparse.Namespace) -> int:
             tries=('{"name": "user", "rows": 1000000, "dim": 64, "dynamic": true}',),
         )
     if (args.spec is None) == (args.tables is None):
+        neither = args.spec is None
         raise UsageError(
-            "recast plan: a model or --tables is needed, not both",
-            why="tables are those of a model, or of a file, and not of both",
+            f"recast plan: {'a model or --tables is needed' if neither else 'SPEC and --tables'}",
+            why=f"tables are those of a model, or of a file{'' if neither else ', not of both'}",
             tries=("recast plan SPEC --world-size 8", "recast plan --tables problem.json"),
         )
     for flag in ("world_size", "batch"):

@@ -95,11 +95,13 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 def _file(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
-        near = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        beside = [p.name for p in path.parent.glob("*.py")]
+        folder = "the current folder" if path.parent == Path() else f"{path.parent}"
+        known = path.parent.is_dir()
         raise UsageError(
             f"spec: there is no file {place}",
-            why=f"looked in {path.parent.resolve().name or path.parent.resolve()}/",
-            tries=get_close_matches(place, near, n=2) or near[:2],
+            why=f"looked in {folder}" if known else f"there is no folder {folder}",
+            tries=[str(path.with_name(n)) for n in get_close_matches(path.name, beside, n=2)],
         )
     path = path.resolve()
     for folder in (str(Path.cwd()), str(path.parent)):
@@ -203,11 +205,14 @@ def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) ->
         unknown = [name for name in values if name not in known]
         near = [n for name in unknown for n in get_close_matches(name, known, n=1)]
         why = f"it has no argument {unknown[0]!r}" if unknown else str(error)
+        tries = [f"--arg {p}=VALUE" for p in near or known if p not in values][:2]
+        if isinstance(function, type) and not unknown:  # not all arguments can be written so
+            tries.append("name a function that builds it")
         raise UsageError(
             f"spec: {text} cannot be called with these arguments",
             where=_line_of(function),
             why=f"{why}; it takes {', '.join(known) or 'none'}",
-            tries=[f"--arg {p}=VALUE" for p in near or known if p not in values][:2],
+            tries=tries,
         ) from error
     try:
         return function(**values)

@@ -49,6 +49,13 @@ def rate(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """The type of an argument that is a number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """The type of an argument that is a number of at least 1."""
     value = int(text) if text.lstrip("-").isdecimal() else 0

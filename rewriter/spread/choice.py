@@ -149,8 +149,8 @@ def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Pla
         name = key if key in choices else f"{key}.weight"
         if name not in choices:
             raise UsageError(
-                f"optimize: sharding names {key!r}, and no table has that name",
-                why="keys are thresholds, or tables by their names in state_dict()",
+                f"sharding: no table is named {key!r}",
+                why="besides thresholds, tables are named, as in state_dict()",
                 tries=get_close_matches(name, list(choices), n=2) or list(choices)[:4],
             )
         if not isinstance(kind, str | Placement):

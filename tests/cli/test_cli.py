@@ -142,7 +142,31 @@ def test_bisect(run: Run) -> None:
     assert (code, json.loads(out)) == (0, {"ok": True})
 
 
-@pytest.mark.parametrize("flags", [[], ["--inference"], ["--optimizer", "sgd"]])
+def test_diff_without_steps_compares_no_trained_parameters(run: Run) -> None:
+    """And ``bisect`` takes no step either."""
+    code, out, _ = run("diff", SPEC, "--steps", "0", "--json")
+    found = json.loads(out)
+    assert (code, found["ok"], found["steps"]) == (0, True, 0)
+    assert not any(row["group"].startswith("state") for row in found["rows"])
+    assert run("bisect", SPEC, "--steps", "0")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [("adamw", "[exp_avg_sq]"), ("rmsprop", "[square_avg]")]
+)
+def test_diff_with_another_optimizer(run: Run, name: str, state: str) -> None:
+    """Its state is compared, and the command that repeats it names it."""
+    code, out, _ = run("diff", SPEC, "--optimizer", name, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert any(state in row["tensor"] for row in found["rows"])
+    assert f" --optimizer {name}" in found["command"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--inference"], *(["--optimizer", n] for n in ("sgd", "adam", "adamw", "rmsprop"))],
+)
 def test_bench(run: Run, flags: list[str]) -> None:
     code, out, _ = run("bench", SPEC, "--rounds", "3", "--json", *flags)
     assert code == 0
@@ -158,6 +182,8 @@ def test_bench_can_say_no(run: Run) -> None:
     code, out, _ = run("bench", SPEC, "--rounds", "1", "--at-least", "1e9")
     assert code == 1
     assert "× as fast as plain" in out
+    assert "1 round, interleaved" in out
+    assert out.endswith("\n  no: --at-least 1e+09 was asked for\n")
     assert run("bench", SPEC, "--rounds", "1", "--at-least", "1e-9")[0] == 0
 
 
@@ -202,7 +228,17 @@ def test_env(run: Run) -> None:
         ),
         (["bench", f"{HERE / 'small.py'}:no_example"], ["gives no example batch"]),
         (["explain", f"{HERE / 'small.py'}:wrong_example"], ["example: ", "  why  "]),
-        (["plan"], ["recast plan: a model or --tables is needed", "  try  recast plan SPEC"]),
+        (["plan"], ["recast plan: a model or --tables is needed\n", "  try  recast plan SPEC"]),
+        (["plan", SPEC, "--tables", "x.json"], ["recast plan: SPEC and --tables", "not of both"]),
+        (
+            ["plan", SPEC, "--world-size", "2", "--pin", "tbles.0=row_wise"],
+            ["sharding: no table is named 'tbles.0'", "try  tables.0.weight"],
+        ),
+        (
+            ["bench", SPEC, "--inference", "--optimizer", "sgd"],
+            ["--optimizer with --inference", "has no optimizer"],
+        ),
+        (["bench", SPEC, "--inference", "--lr", "1"], ["--lr with --inference"]),
         (["diff", SPEC.replace(":model", ":bad_loss")], ["loss returned by", "at   small.py:"]),
         (["bench", SPEC.replace(":model", ":no_scalar")], ["gave shape (", "a scalar tensor"]),
         (["explain", SPEC.replace(".py", "")], ["is neither a .py file nor", "small.py:model"]),
@@ -233,7 +269,8 @@ def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None
         [],
         ["explain"],
         ["explian", SPEC],
-        ["diff", SPEC, "--steps", "0"],
+        ["diff", SPEC, "--steps", "-1"],
+        ["diff", SPEC, "--optimizer", "lion"],
         ["list", "cats"],
         ["bench", SPEC, "--lr", "-1"],
         ["bench", SPEC, "--lr", "high"],
@@ -251,7 +288,7 @@ def test_a_model_that_is_not_captured_is_told(run: Run) -> None:
     """It runs as it was: the report says where, why and what to try; a script sees exit code 2."""
     code, out, _ = run("explain", f"{HERE / 'small.py'}:rows", "--no-times")
     assert code == 2
-    assert "captured whole" not in out
+    assert "not captured" in out
     assert re.search(r"  at   small\.py:\d+", out)
     assert "  why  " in out
     assert "  try  " in out
@@ -262,6 +299,11 @@ def test_help_states_the_exit_codes(run: Run) -> None:
         code, out, _ = run(*arguments)
         assert code == 0
         assert re.search(r"exit codes:\s+0\s+yes;?\s+1\s+no\b", out)
+
+
+def test_the_numbers_of_a_model_that_is_not_captured_are_the_same(run: Run) -> None:
+    """``diff`` answers for it as it runs."""
+    assert run("diff", f"{HERE / 'small.py'}:rows", "--steps", "1")[0] == 0
 
 
 def test_what_the_model_prints_is_no_result(run: Run) -> None:

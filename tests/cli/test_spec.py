@@ -48,6 +48,10 @@ def bad_loss():
 
 def raises():
     return Net(width=-1)
+
+class Wide(Net):
+    def __init__(self, width):
+        super().__init__(width)
 """
 
 
@@ -114,6 +118,8 @@ def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> No
         ("its_models", [], ["spec: cannot read 'its_models'", "  why  a model is named by"]),
         ("its_models.py", [], ["spec: cannot read", "  try  its_models.py:Net   |   its_mod"]),
         ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  its_models.py"]),
+        ("far_away.py:net", [], ["there is no file far_away.py", "  why  looked in the current"]),
+        ("sub/models.py:net", [], ["there is no file sub/models.py", "why  there is no folder sub"]),
         ("its_mdels:net", [], ["there is no module its_mdels", "  why  'its_mdels' is neither"]),
         ("zoo_pkg.deep:net", [], ["spec: there is no module zoo_pkg.deep", "  why  'zoo_pkg' is"]),
         ("its_models.py:nett", [], ["has no 'nett'", "  at   its_models.py", "its_models.py:net"]),
@@ -124,6 +130,8 @@ def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> No
         ("its_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
         ("its_models.py:pair", ["wdth=3"], ["has no argument 'wdth'; it takes width, kind",
                                             "--arg width="]),
+        ("its_models.py:Wide", [], ["missing a required argument", "--arg width=VALUE   |   name a"
+                                    " function that builds it"]),
         ("its_models.py:pair", ["width"], ["--arg: cannot read 'width'"]),
     ],
 )  # fmt: skip
@@ -166,6 +174,19 @@ def test_a_loss_that_wants_labels(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="called with the output of the model alone") as caught:
         loss(torch.ones(2))
     assert caught.value.where is None and "labels" in caught.value.tries[0]
+
+
+def test_a_missing_file_proposes_names_that_are_alike(tmp_path: Path) -> None:
+    """Whatever the folder is called: its name is as near to itself as can be."""
+    folder = tmp_path / "a_folder_with_a_long_name"
+    folder.mkdir()
+    for name in ("dlrm.py", "w.py"):
+        (folder / name).touch()
+    for asked, proposed in (("dlmr.py", (f"{folder / 'dlrm.py'}",)), ("zoo.py", ())):
+        with pytest.raises(UsageError) as caught:
+            spec.load(f"{folder / asked}:net")
+        assert caught.value.tries == proposed
+        assert caught.value.why == f"looked in {folder}"
 
 
 def test_an_error_of_several_lines_stays_in_its_column(tmp_path: Path) -> None:
