@@ -95,13 +95,12 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 def _file(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")]
+        beside = [p.stem for p in path.parent.glob("*.py")]
         folder = "the current folder" if path.parent == Path() else f"{path.parent}"
-        known = path.parent.is_dir()
         raise UsageError(
             f"spec: there is no file {place}",
-            why=f"looked in {folder}" if known else f"there is no folder {folder}",
-            tries=[str(path.with_name(n)) for n in get_close_matches(path.name, beside, n=2)],
+            why=f"{'looked in' if path.parent.is_dir() else 'there is no folder'} {folder}",
+            tries=[str(path.with_stem(n)) for n in get_close_matches(path.stem, beside, n=2)],
         )
     path = path.resolve()
     for folder in (str(Path.cwd()), str(path.parent)):

@@ -119,7 +119,7 @@ def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> No
         ("its_models.py", [], ["spec: cannot read", "  try  its_models.py:Net   |   its_mod"]),
         ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  its_models.py"]),
         ("far_away.py:net", [], ["there is no file far_away.py", "  why  looked in the current"]),
-        ("sub/models.py:net", [], ["there is no file sub/models.py", "why  there is no folder sub"]),
+        ("sub/models.py:net", [], ["no file sub/models.py", "  why  there is no folder sub"]),
         ("its_mdels:net", [], ["there is no module its_mdels", "  why  'its_mdels' is neither"]),
         ("zoo_pkg.deep:net", [], ["spec: there is no module zoo_pkg.deep", "  why  'zoo_pkg' is"]),
         ("its_models.py:nett", [], ["has no 'nett'", "  at   its_models.py", "its_models.py:net"]),
