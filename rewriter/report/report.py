@@ -96,11 +96,18 @@ class Report:
 
     def _times(self) -> str:
         total = self.seconds.get("total", sum(self.seconds.values()))
+        own: dict[str, float] = {}  # a pass runs once for each mode and part
+        for step in self.journal.steps:
+            own[step.name] = own.get(step.name, 0.0) + step.seconds
         parts = {k: v for k, v in self.seconds.items() if k != "total"}
-        detail = ", ".join(f"{k} {v:.2f}" for k, v in parts.items())
-        slow = sorted(self.journal.steps, key=lambda s: -s.seconds)[:2]
-        steps = ", ".join(f"{s.name} {s.seconds:.2f}" for s in slow if s.seconds >= 0.01)
-        return f"optimize took {total:.2f} s: {detail}" + (f" ({steps})" if steps else "")
+        if own and "passes" in parts:  # the rest of it: the example is run and compared
+            rewriting = min(sum(own.values()), parts["passes"])
+            parts |= {"passes": rewriting, "checks": parts["passes"] - rewriting}
+        slow = sorted(own.items(), key=lambda s: -s[1])[:2]
+        steps = ", ".join(f"{name} {seconds:.2f}" for name, seconds in slow if seconds >= 0.01)
+        told = {"passes": f" ({steps})"} if steps else {}
+        detail = ", ".join(f"{k} {v:.2f}{told.get(k, '')}" for k, v in parts.items())
+        return f"optimize took {total:.2f} s: {detail}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values; ``fired`` has the counts, ``rewrites`` the details."""
@@ -246,6 +253,8 @@ def _rows(rule: str, verb: str, what: str, where: str | None, layout: _Layout) -
         head = f"  {f'{rule} ':<{_RULE}}{verb}".rstrip()
         sentence = words(f"{what} ({where})" if where else what, layout.sentence)
         return [*([head] if head else []), *(" " * _BELOW + part for part in sentence)]
+    if len(rule) >= _RULE:  # a line of its own, to keep the columns
+        return [f"  {rule}", *_rows("", verb, what, where, layout)]
     first, *more = words(what, layout.sentence)
     left = f"  {f'{rule} ':<{_RULE}}{verb:<{_VERB}}{first}"
     width = 2 + _RULE + _VERB + layout.sentence

@@ -62,6 +62,26 @@ def test_without_times_nothing_of_the_run_is_left() -> None:
     assert other.text(times=False) == text
 
 
+def test_times_are_told_by_pass_and_add_up() -> None:
+    """A pass runs once for each mode; what the passes did not take, the checks did."""
+    timed = Report("M", "whole", seconds={"capture": 0.5, "passes": 2.0, "total": 2.6})
+    assert timed.text().endswith("optimize took 2.60 s: capture 0.50, passes 2.00")
+    took = ("fuse-mlp", 0.1), ("normalize", 0.15), ("fuse-mlp", 0.1), ("clean-up", 0.05)
+    timed.journal.steps += [Step(name, 0, seconds) for name, seconds in took]
+    told = "capture 0.50, passes 0.40 (fuse-mlp 0.20, normalize 0.15), checks 1.60"
+    assert timed.text().endswith(f"optimize took 2.60 s: {told}")
+
+
+def test_a_long_name_keeps_the_columns() -> None:
+    """It has a line of its own, and the row stands below it as the others do."""
+    names = ("fuse-mlp", "a-rule-of-23-letters-xx", "a-rule-of-24-letters-xxx")
+    journal = Journal(fired=[Fired(n, "x", (), "m.py:1", f"what {n}") for n in names])
+    lines = Report("M", "whole", journal=journal).text().splitlines()
+    assert [line.find("fired 1") for line in lines if "fired" in line] == [26, 26, 26]
+    assert "  a-rule-of-24-letters-xxx" in lines
+    assert len({line.find("m.py:1") for line in lines if "m.py:1" in line}) == 1
+
+
 def test_str_is_the_text() -> None:
     assert str(report()) == report().text()
 
