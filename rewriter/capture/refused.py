@@ -7,10 +7,21 @@ from types import CodeType
 from recast.errors import CaptureError
 from recast.rewriter.compiled.value_checks import NotComparable
 
+_APART = (
+    "keep this part in a submodule of its own: it then stays as it is and all else is rewritten"
+)
 _REMEDIES = (
     "torch.where / masked_fill instead of python control flow on values",
     "example=[batch, batch_of_another_size]",
-    "keep this part in a submodule of its own: it then stays as it is and all else is rewritten",
+    _APART,
+)
+# what helps, by words that only such a reason holds
+_OF_KIND: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("it asks for the time", ("what the clock says as an argument of forward", _APART)),
+    ("it draws from", ("torch.rand or its like, which are drawn anew at each call", _APART)),
+    ("it opens a file", ("what is in the file as an argument of forward, or a buffer", _APART)),
+    ("leaves torch for numpy", ("torch's own operation in place of numpy's", _APART)),
+    ("tolist returns", ("operations on the whole tensor in place of a list of it", _APART)),
 )
 
 UNREGISTERED = (
@@ -47,8 +58,9 @@ def asked_again(error: Refused) -> set[str]:
 
 def refusal(why: str, where: str | None, path: str) -> Refused:
     """The error that says what cannot be traced, where, and what to do."""
+    tries = next((tries for words, tries in _OF_KIND if words in why), _REMEDIES)
     error = Refused(
-        f"capture: {path or 'the model'} cannot be traced", where=where, why=why, tries=_REMEDIES
+        f"capture: {path or 'the model'} cannot be traced", where=where, why=why, tries=tries
     )
     error.path = path
     return error

@@ -266,6 +266,32 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+TRIED = {
+    "time": "what the clock says as an argument of forward",
+    "day": "what the clock says as an argument of forward",
+    "random": "torch.rand or its like",
+    "own random": "torch.rand or its like",
+    "file": "what is in the file as an argument",
+    "numpy": "torch's own operation in place of numpy's",
+    "list": "operations on the whole tensor",
+}
+_OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "numpy": lambda m, x: x + torch.from_numpy(np.sort(x.detach().numpy())),
+    "list": lambda m, x: x * sum(x.flatten().tolist()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.parametrize("name", TRIED)
+def test_what_helps_is_of_the_kind_of_the_reason(name: str) -> None:
+    plain = Net(_OTHERS[name] if name in _OTHERS else REFUSED[name][0])
+    plain.draws = random.Random(0)
+    tries = recast.optimize(plain, example=IDS).report.tries
+    assert tries[0].startswith(TRIED[name])
+    assert tries[-1].startswith("keep this part in a submodule of its own")
+    assert not any("torch.where" in t or "example=" in t for t in tries)
+
+
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
