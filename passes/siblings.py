@@ -107,8 +107,8 @@ def _slower(family: Sequence[_Layer], root: nn.Module) -> str | None:
         return None
     return (
         f"{len(family)} layers read the {width} numbers of {family[0].source} and give"
-        f" {sum(results)}: to put so wide results side by side costs more than to read the input"
-        " once saves"
+        f" {sum(results)}: one product would read the input once, but has to write its results side"
+        " by side, which costs more where they are so wide"
     )
 
 

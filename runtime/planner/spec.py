@@ -40,6 +40,10 @@ def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
     if unknown or not isinstance(tables, list):
         what = f"unknown key {unknown[0]!r}" if unknown else "tables is no list"
         raise UsageError(f"tables {path}: {what}", why=f"keys: {', '.join(_OF_FILE)}")
+    if not tables:
+        raise UsageError(
+            f"tables {path}: there are no tables in it", why="a plan places them", tries=(EXAMPLE,)
+        )
     loads = [_load(entry, f"{path}: tables[{k}]") for k, entry in enumerate(tables)]
     return loads, {key: value for key, value in rest.items() if key != "tables"}
 

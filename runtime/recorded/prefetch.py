@@ -95,7 +95,7 @@ class prefetch(Generic[Batch]):
         device: where batches are used; None is the current CUDA device, or the CPU without one.
         depth: how many batches may wait, at least 1.
 
-    Raises UsageError for a depth below 1 or a device other than CPU and CUDA.
+    Raises UsageError for a depth below 1, a device other than CPU and CUDA, or CUDA without one.
     """
 
     def __init__(
@@ -181,6 +181,12 @@ def _mover(device: torch.device | str | None) -> Mover:
         )
     if target.type == "cpu":
         return Here()
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"prefetch: device={str(device)!r}, and torch finds no CUDA device",
+            why="batches are copied to the device on a stream of its own",
+            tries=("prefetch(loader), which takes the CPU then", "recast env, which says more"),
+        )
     # An index, or the current device's: torch's stubs hide that there may be none.
     index = getattr(target, "index", None)
     return ToCuda(torch.device("cuda", torch.cuda.current_device() if index is None else index))

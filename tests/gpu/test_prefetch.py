@@ -142,10 +142,14 @@ def test_a_loader_of_torch() -> None:
     assert [x.tolist() for x, _ in ahead] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="depth=0"):
         prefetch([], "cpu", depth=0)
     with pytest.raises(UsageError, match="device='meta'"):
         prefetch([], "meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(UsageError, match=f"device='{device}'(.|\n)*torch finds no CUDA device"):
+            prefetch([], device)
     with pytest.raises(TypeError):
         len(prefetch(iter([]), "cpu"))

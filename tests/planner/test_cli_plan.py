@@ -126,6 +126,8 @@ def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
     ("tables", "said"),
     [
         ({"tables": 3}, "tables is no list"),
+        ([], r"there are no tables in it(.|\n)*why  a plan places them(.|\n)*try  \{"),
+        ({"batch": 8, "tables": []}, "there are no tables in it"),
         ({"tables": [], "size": 3}, "unknown key 'size'"),
         ([{"name": "a", "rows": 3}], "no 'dim'"),
         ([{"name": "a", "rows": 3, "dim": 4, "colour": 1}], "unknown key 'colour'"),
