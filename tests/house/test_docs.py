@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
+import pkgutil
 import re
 import shlex
 import shutil
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,24 @@ def test_folders_of_the_layout_exist() -> None:
     named = re.findall(r"^\| `([\w./]+/)` ", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(named) >= 8
     assert all((ROOT / name).exists() for name in named)
+
+
+def test_every_name_that_a_report_can_print_is_told() -> None:
+    """Passes on demand too, and rules of other names than their pass."""
+    from recast import passes
+    from recast.rewriter.rule import Rule
+
+    source = (ROOT / "docs" / "rules.md").read_text()
+    names = {name for name in passes.REGISTRY if not name.startswith("sabotage-")}
+    for module in pkgutil.iter_modules(passes.__path__):
+        for held in vars(importlib.import_module(f"recast.passes.{module.name}")).values():
+            several = held if isinstance(held, (list, tuple)) else [held]
+            names |= {rule.name for rule in several if isinstance(rule, Rule)}
+    assert {"quantise-tables", "join-split", "draw-dropout", "fuse-mlp"} <= names
+    assert {name for name in names if f"`{name}`" not in source} == set()
+    options = {field.name for p in passes.PIPELINE for field in fields(p)}
+    assert "everywhere" in options
+    assert {o for o in options if f"{o.replace('_', '-')}=" not in source} == set()
 
 
 def test_table_of_rules_is_the_pipeline() -> None:
