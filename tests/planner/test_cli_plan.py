@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 
 from recast import Plan
 from recast.rewriter.cli import main as cli
-from recast.runtime.planner import picture, simulate
+from recast.runtime.planner import picture, simulate, spec
 from recast.runtime.planner.models import MODELS
-from recast.runtime.topology import named
+from recast.runtime.topology import Topology, named
 
 MODEL = Path(__file__).parents[1] / "cli" / "small.py"
 Run = Callable[..., tuple[int, str, str]]
@@ -140,6 +141,22 @@ def test_wrong_tables(run: Run, tables: Any, said: str) -> None:
     code, _, err = run("plan", "--tables", "wrong.json", "--world-size", "2")
     assert code == 2
     assert re.search(said, err)
+
+
+def test_the_files_of_the_page_are_read(run: Run) -> None:
+    """``docs/many-devices.md`` shows a file of tables and one of machines, and tells every key."""
+    page = (Path(__file__).parents[2] / "docs/many-devices.md").read_text()
+    tables, machines = re.findall(r"^```json\n(.*?)^```$", page, re.M | re.S)
+    Path("problem.json").write_text(tables)
+    Path("machines.json").write_text(machines)
+    made = json.loads(run("plan", "--tables", "problem.json", "--json")[1])
+    assert (made["world_size"], made["topology"]["name"]) == (16, "dgx-a100")
+    assert {t["name"] for t in made["tables"]} == {"user", "history"}
+    asked = ["plan", "--tables", "problem.json", "--topology", "machines.json", "--json"]
+    assert json.loads(run(*asked)[1])["topology"] == json.loads(machines)
+    assert set(json.loads(machines)) == {f.name for f in fields(Topology)}
+    keys = [key for row in re.findall(r"^\| (`.*?) \|", page, re.M) for key in row.split(", ")]
+    assert {f"`{key}`" for key in (*spec._OF_TABLE, *spec._OF_LOAD)} <= set(keys)
 
 
 def test_simulate(run: Run) -> None:
