@@ -103,7 +103,8 @@ def optimize(
             steps dense gradients on a CPU by torch's fused kernels.
         example: one batch (a tuple of the arguments of ``forward``, its sole argument, or a dict of
             its arguments by name), or a list of two of different size when one does not tell which
-            dimension is the batch.
+            dimension is the batch, or a rewrite relies on a length that varies. Sizes that differ
+            between the two are free; those that are equal in both may be relied upon.
         world_size: number of ranks; None means that of the initialised process group, else 1.
             Every rank calls this with the same model, and then calls the result with its own batch;
             with batches of equal size they train as one process with all of them would. Parameters

@@ -223,6 +223,47 @@ def test_a_subclass_that_overrides_forward(
     same(copy.deepcopy(model).eval(), Compiled(it).eval())
 
 
+class Labelled(nn.Module):
+    """Gives its loss if there are labels, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.out = nn.EmbeddingBag(9, 4), nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        y = self.out(self.emb(ids)).squeeze(1)
+        if labels is None:
+            return y
+        return nn.functional.binary_cross_entropy_with_logits(y, labels)
+
+
+def test_two_results_of_one_model_train_and_serve_the_same_parameters() -> None:
+    """Each keeps its own count of calls, and warns once for each cause."""
+    plain, ids, labels = Labelled(), torch.randint(9, (6, 3)), torch.ones(6)
+    opt = torch.optim.SGD(plain.parameters(), lr=0.5)
+    trained, opt = recast.optimize(plain, opt, example=(ids, labels))
+    serving = recast.optimize(plain, example=ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = serving(ids)
+        for _ in range(2):
+            trained(ids, labels).backward()
+            opt.step()
+        after = serving(ids)
+    assert (after - before).abs().min() > 0.01
+    torch.testing.assert_close(after, plain(ids))
+    assert (plain.calls, trained.calls, serving.calls) == (1, 2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            serving(ids, labels), trained(ids)
+    assert [w.category for w in caught] == [RecastWarning] * 2
+    assert serving.report.running() == []
+
+
 def test_errors_name_the_module_and_the_line() -> None:
     _, fast = pair()
     dense, ids = batch(4)

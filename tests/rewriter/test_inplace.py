@@ -62,6 +62,7 @@ def test_the_model_itself_runs_the_graph(copied):
         torch.testing.assert_close(ours, plain(ids))
         assert fused(model, ids) and not fused(plain, ids)
     assert list(model.state_dict()) == list(plain.state_dict())
+    assert type(model) is Net and not isinstance(recast.optimize(plain, example=ids), Net)
     with pytest.warns(recast.RecastWarning, match="plain forward"):
         torch.testing.assert_close(model(ids, 2.0), plain(ids, 2.0))
 
