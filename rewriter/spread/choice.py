@@ -150,7 +150,7 @@ def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Pla
         if name not in choices:
             raise UsageError(
                 f"sharding: no table is named {key!r}",
-                why="besides thresholds, tables are named, as in state_dict()",
+                why="keys are tables by their names in state_dict(), or thresholds",
                 tries=get_close_matches(name, list(choices), n=2) or list(choices)[:4],
             )
         if not isinstance(kind, str | Placement):

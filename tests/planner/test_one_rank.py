@@ -51,7 +51,7 @@ def test_nothing_is_said_where_nothing_was_asked() -> None:
 @pytest.mark.parametrize(
     ("sharding", "said"),
     [
-        ({"emb.7": "row_wise"}, "no table has that name"),
+        ({"emb.7": "row_wise"}, "no table is named .emb.7"),
         ({"emb.0": "row_wize"}, "cannot be row_wize"),
         ({"emb.0": 3}, "is to be 3"),
     ],
