@@ -167,3 +167,7 @@ def test_what_would_run_one_by_one_is_not_told_as_one_product() -> None:
     assert not calls(fast, "linears")
     (why,) = misses(fast, "join-linears")
     assert f"2 layers read the {WIDTH} numbers of x and give {6 * WIDTH}" in why
+    assert why.endswith(
+        ": one product would read the input once, but has to write its results side by side, which"
+        " costs more where they are so wide"
+    )

@@ -266,7 +266,7 @@ def test_what_would_not_be_the_same_numbers_is_refused() -> None:
     with pytest.raises(UsageError, match="for 4 ranks, and world_size is 2"):
         plan = recast.optimize(Every(), example=EXAMPLE, world_size=4).plan
         recast.optimize(Every(), example=EXAMPLE, world_size=2, plan=plan)
-    with pytest.raises(UsageError, match="no table has that name"):
+    with pytest.raises(UsageError, match="no table is named"):
         recast.optimize(Every(), example=EXAMPLE, world_size=2, sharding={"nothing": "row_wise"})
 
 
