@@ -33,6 +33,7 @@ ROWS = 2048  # a batch so large that the weights hardly count
 BALANCE = 10.0  # flops that a machine does in the time it takes to move a byte
 SHARE = 2 / 3  # share of the least time from which products count as the bound
 LEFT = 1 / 2  # the same for calls that no rule takes
+MOST_UNKNOWN = 0.1  # share of the nodes whose sizes may be unknown
 
 _BY_SIZES = (F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm)
 _LAYERS = (
@@ -64,9 +65,11 @@ class _Call:
 
 
 def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
-    """The sentence for the report; None when matrix products do not bound the model."""
+    """The sentence for the report; None when matrix products do not bound the model, or when too
+    many sizes are known only for a given batch, such as lengths that the examples differ in.
+    """
     graph = graphs.get("both") or graphs.get("train") or graphs.get("eval")
-    if graph is None:
+    if graph is None or sum(map(_is_unknown, graph.nodes)) > MOST_UNKNOWN * len(graph.nodes):
         return None
     calls = [c for n in graph.nodes if (c := _call(n, root)) is not None]
     products = [c for c in calls if c.product]
@@ -145,6 +148,13 @@ def _call(node: Node, root: nn.Module) -> _Call | None:
     if flops is None:
         return _Call(node, Cost(sum(n for n, _ in out), bytes_), False, ours)
     return _Call(node, Cost(flops, bytes_), True, ours)
+
+
+def _is_unknown(node: Node) -> bool:
+    """Whether ``node`` computes a tensor of a size that is not known."""
+    spec = note(node).spec
+    computes = node.op.startswith("call_") and not _views(node)
+    return computes and isinstance(spec, Spec) and spec.at(ROWS) is None
 
 
 def _views(node: Node) -> bool:

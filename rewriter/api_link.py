@@ -14,6 +14,7 @@ from torch import nn
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
 from recast.rewriter.capture.capture_model import Captured
+from recast.rewriter.capture.frames import users_level
 from recast.rewriter.capture.guards import without
 from recast.rewriter.compiled import entries, known_calls
 from recast.rewriter.compiled.module import Compiled
@@ -103,7 +104,7 @@ def link_what_holds(
                 f"{captured.name} is rewritten without {error.culprit}: {error.what}. The numbers"
                 " are the model's own; the pass is defective, please report it",
                 RecastWarning,
-                stacklevel=3,
+                stacklevel=users_level(),
             )
             passes = kept
         else:
@@ -171,7 +172,7 @@ def _link(
         f"{captured.name} runs as it was captured, without a rewrite: {reason}. The numbers are the"
         " model's own, the speed is too; a pass is defective, please report it",
         RecastWarning,
-        stacklevel=2,
+        stacklevel=users_level(),
     )
     del journal.fired[own[0]]  # the captured graph runs instead: these rewrites are undone
     journal.lookups_fused -= own[1]

@@ -73,6 +73,15 @@ def users(frame: FrameType) -> bool:
     return is_users(frame.f_code.co_filename)
 
 
+def users_level() -> int:
+    """The ``stacklevel`` with which a warning of the caller names the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def is_users(file: str) -> bool:
     """Whether ``file`` holds user code: not ours, torch's or numpy's, not frozen into Python."""
     return not file.startswith(_NOT_THE_USERS)

@@ -87,6 +87,12 @@ def test_what_no_rule_takes_is_told() -> None:
     assert "(sort" in said or "cumsum" in said
 
 
+def test_nothing_is_told_where_lengths_are_unknown() -> None:
+    g = torch.Generator().manual_seed(1)
+    batches = [(torch.randint(50, shape, generator=g),) for shape in ((8, 2), (5, 3))]
+    assert recast.optimize(Left(), example=batches).report.bound is None
+
+
 class Mixed(nn.Module):
     """Neither products nor the rest dominates, and no rule matches either."""
 

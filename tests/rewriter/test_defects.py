@@ -39,8 +39,9 @@ def model() -> nn.Module:
 def test_a_defective_default_pass_is_left_out_and_named(defect, word, monkeypatch):
     monkeypatch.setattr(passes, "PIPELINE", (defect(), *passes.PIPELINE[1:]))
     plain, x = model(), torch.randn(4, 3)
-    with pytest.warns(recast.RecastWarning, match=f"rewritten without normalize: .*{word}"):
+    with pytest.warns(recast.RecastWarning, match=f"without normalize: .*{word}") as told:
         fast = recast.optimize(plain, example=x)
+    assert told[0].filename == __file__  # the line of the call
     torch.testing.assert_close(fast(x), plain(x), rtol=0, atol=0)
     (raised,) = fast.report.journal.raised
     assert raised.rule == "normalize" and word in raised.error
@@ -92,8 +93,9 @@ def test_wrong_graphs_are_not_kept_nor_reported_as_rewrites(target, why, monkeyp
 
     monkeypatch.setattr(passes, "PIPELINE", (*passes.PIPELINE, Replaces(target)))
     plain, ids = Net(), torch.randint(9, (6,))
-    with pytest.warns(recast.RecastWarning, match=f"without a rewrite: .*{why}"):
+    with pytest.warns(recast.RecastWarning, match=f"without a rewrite: .*{why}") as told:
         fast = recast.optimize(plain, example=ids)
+    assert told[0].filename == __file__
     torch.testing.assert_close(fast(ids), plain(ids), rtol=0, atol=0)
     report = fast.report.to_dict()
     assert report["lookups"] == {"found": 1, "fused": 0}
