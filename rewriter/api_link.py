@@ -70,7 +70,11 @@ def link(
         where=captured.where,
         tries=captured.tries,
         journal=journal,
-        notes=[*_notes(captured), *_without_kernels(captured, journal)],
+        notes=[
+            *_notes(captured),
+            *_rows_alike(compiled, captured),
+            *_without_kernels(captured, journal),
+        ],
         seconds=seconds,
         world_size=world_size,
         graph_text=output.text(compiled, captured.name),
@@ -201,6 +205,21 @@ def _notes(captured: Captured) -> list[str]:
     prefix = f"{captured.prefix}: " if captured.prefix else ""
     own = [prefix + sentence for sentence in captured.notes]
     return own + [sentence for part in captured.parts.values() for sentence in _notes(part)]
+
+
+def _rows_alike(compiled: Compiled, captured: Captured) -> list[str]:
+    """A note that two examples of as many rows were given, and the graph relies on their number."""
+    signature = compiled._runner.signature
+    if signature is None or captured.sizes != (0, 0):
+        return []
+    held = (
+        (signature.labels[k], size) for k, sizes in signature.fixed for d, size in sizes if not d
+    )
+    return [
+        f"both examples have {size} in dimension 0 of {label}, on which the graph relies: other"
+        " sizes run the plain forward. Two that differ in their number of rows, too, cover any"
+        for label, size in held
+    ][:1]
 
 
 def _without_kernels(captured: Captured, journal: Journal) -> list[str]:

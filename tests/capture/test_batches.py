@@ -268,3 +268,18 @@ def test_flattened_histories_need_no_second_batch() -> None:
     found = capture(model, batch(8))
     assert found.kind == "whole"
     assert found.sizes == (8, 5)
+
+
+class Sized(nn.Module):
+    """Relies on the number of its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        return x.cumsum(1)[:, -1] + torch.arange(float(n)) if n == 8 else x.sum(1)
+
+
+def test_two_examples_with_as_many_rows_are_told() -> None:
+    same, other = [torch.rand(8, 5), torch.rand(8, 3)], [torch.rand(8, 5), torch.rand(4, 3)]
+    said = "both examples have 8 in dimension 0 of x"
+    assert said in str(recast.optimize(Sized(), example=same).report)
+    assert said not in str(recast.optimize(Sized(), example=other).report)
