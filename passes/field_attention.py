@@ -162,7 +162,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     (last, v), weights = found[0], bool(set(node.users) - {dropping, found[0][0]})
     sizes = sizes_of(q, k, v, turned)
     if sizes is None:
-        return None
+        return _of_any_length(node)
     if too_large(max(sizes[:2]), max(sizes[2:]), p, root):
         return Miss(
             node,
@@ -176,6 +176,16 @@ def _match(node: Node, root: nn.Module) -> Answer:
     outputs = [last, node] if weights else [last]
     match = Match(inner, outputs, Found(q, k, turned, v, scale, p, training, weights, masks))
     return unpaid("field_attention", node, root) or match
+
+
+def _of_any_length(node: Node) -> Miss | None:
+    spec = spec_of(node)
+    if spec is None or "n" not in spec.shape[-2:]:
+        return None
+    return Miss(
+        node, "its number of places is not known, and attention over few is fused",
+        ("one example, if all calls have its length",),
+    )  # fmt: skip
 
 
 def sizes_of(q: Node, k: Node, v: Node, turned: bool) -> tuple[int, ...] | None:

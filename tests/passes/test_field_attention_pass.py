@@ -111,6 +111,15 @@ def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
     assert any(why in text for text in misses(fast, "fuse-field-attention")), journal(fast).missed
 
 
+def test_a_length_that_is_not_known() -> None:
+    def attend(m: Any, x: Tensor) -> Tensor:
+        return torch.bmm(torch.softmax(m.q(x) @ m.k(x).mT, -1), m.v(x)).sum(1)
+
+    shorter = [(BATCHES[0][0],), (BATCHES[1][0][:, :3],)]
+    fast = same(Model(attend), shorter, steps=False)
+    assert any("is not known" in text for text in misses(fast, "fuse-field-attention"))
+
+
 @pytest.mark.parametrize(
     "attend",
     [
