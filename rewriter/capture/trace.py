@@ -276,6 +276,8 @@ def _finish(
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))
     graph.lint()
     _undoable(tracer)
+    read = {n.target for g in (graph, asks) if g is not None for n in g.nodes if n.op == "get_attr"}
+    numbers = {path: pair for path, pair in tracer.numbers.items() if path in {*read, *stores}}
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, by_size, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
@@ -283,12 +285,12 @@ def _finish(
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
         (
             *taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
-            *(_number(path, pair) for path, pair in tracer.numbers.items()),
+            *(_number(path, pair) for path, pair in numbers.items()),
         ),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
-        tuple(reading.prints), (*tracer.numbers,), squeezes,
+        tuple(reading.prints), (*numbers,), squeezes,
     )  # fmt: skip
 
 

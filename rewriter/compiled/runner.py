@@ -62,11 +62,10 @@ class _Case:
     empty: set[str]  # what the graph reads that was None when this was made
     lazy: tuple[int, ...]  # the flat inputs that torch may have yet to negate
 
-    plain: bool = field(init=False)  # a call needs no more than that the graph runs
+    counts: bool = field(init=False)  # it stores numbers that forward keeps
 
     def __post_init__(self) -> None:
-        kept = self.undo is not None or self.traced.numbers or self.traced.argument_writes
-        self.plain = not kept
+        self.counts = _counts(self.traced)
 
 
 class Runner:
@@ -124,7 +123,7 @@ class Runner:
             set(),
             traced,
             tuple((vars(modules[p]), n, v) for p, n, v in traced.leaves),
-            undo_of(graph, self.root, whole=bool(traced.numbers)),
+            undo_of(graph, self.root, whole=_counts(traced)),
             fallback.emptied(graph, self.root),
             _may_be_lazy(graph, () if self.signature is None else self.signature.dtypes),
         )
@@ -180,15 +179,7 @@ class Runner:
         compiling = torch.compiler.is_compiling()
         known = None if compiling or piecewise else self._known_call(args, kwargs)
         if known is not None:
-            try:
-                return self._run(*known, False)
-            except Exception as error:
-                reason = self._why_plain(error, *known[:2], None)
-                if reason is None:
-                    raise
-            result = self.plain(args, kwargs)
-            self.warn(reason)  # not before: it may refuse these arguments, too
-            return result
+            return self._go(*known, args, kwargs, False)
         if not self.built:
             _build_apart(self) if piecewise else self.build()
         signature = self.signature
@@ -211,7 +202,7 @@ class Runner:
         if why is not None or case is None or mode is None:
             self.warn(why or _MIXED)
             return self.plain(args, kwargs)
-        if case.traced.numbers and _saved_hooks(True) is not None:
+        if case.counts and _saved_hooks(True) is not None:
             self.warn("torch calls it twice, as activation checkpointing does, and it counts")
             return self.plain(args, kwargs)
         held = _fetch(case.program)
@@ -229,21 +220,28 @@ class Runner:
                 raise self._said_by(case, leaves, held, ordered) or error from None
             self.warn(other)
             return result
+        if examination is not None and self.known is not None:
+            self.known.admit(examination, ordered)
+        return self._go(case, leaves, held, ordered, args, kwargs, compiling, piecewise)
+
+    def _go(
+        self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...],
+        args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool, piecewise: bool = False,
+    ) -> Any:  # fmt: skip
+        """Run the graph; the plain forward if it cannot take this call after all."""
         snapshot = None
         if case.undo is not None and not compiling:
             snapshot = case.undo.snapshot(self.root, leaves)
-        if examination is not None and self.known is not None:
-            self.known.admit(examination, ordered)
         try:
             return self._run(case, leaves, held, ordered, compiling or piecewise)
         except Exception as error:
-            if case.traced.numbers and not (self.spread or compiling):
+            if case.counts and not (self.spread or compiling):
                 return self._counted(error, snapshot, args, kwargs)
             reason = self._why_plain(error, case, leaves, snapshot)
             if reason is None:
                 raise
         result = self.plain(args, kwargs)
-        self.warn(reason)
+        self.warn(reason, inside=1)  # not before: it may refuse these arguments, too
         return result
 
     def _known_call(
@@ -255,7 +253,9 @@ class Runner:
         if self.known is None or _tracing_state() is not None:
             return None
         case = self.cases.get(self.mode() or "")
-        if case is None or not case.plain:
+        if case is None or case.traced.argument_writes:
+            return None
+        if case.counts and _saved_hooks(True) is not None:
             return None
         if kwargs:
             if args or self.signature is None or (*kwargs,) != self.signature.names:
@@ -306,7 +306,8 @@ class Runner:
             result = self.plain(args, kwargs)
         except Exception:
             raise error from None  # which says more
-        self.warn(f"the graph raised {type(error).__name__}, and the plain forward did not")
+        why = f"the graph raised {type(error).__name__}, and the plain forward did not"
+        self.warn(why, inside=2)
         return result
 
     def compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,8 +418,10 @@ class Runner:
             return type(self.root).forward(self.root, *args, **kwargs)
         return class_forward(self.root)(*args, **kwargs)
 
-    def warn(self, why: str) -> None:
-        """Warn once that the plain forward runs. Raises UsageError if it cannot."""
+    def warn(self, why: str, inside: int = 0) -> None:
+        """Warn once that the plain forward runs, at the line that called the module; ``inside``:
+        how many calls below :meth:`__call__`. Raises UsageError if it cannot.
+        """
         if self.spread:
             raise UsageError(
                 f"{self.name} cannot run: {why}",
@@ -432,7 +435,7 @@ class Runner:
                 f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
                 f" not; call recast.optimize again after such a change{_as_buffer(now)}",
                 RecastWarning,
-                stacklevel=6,
+                stacklevel=6 + inside,
             )
 
     # ------------------------------------------------------------ keeping
@@ -462,6 +465,11 @@ class Runner:
         self.spread, self.kinds = state["spread"], state["kinds"]
         self.swapped = self.known = None
         self.built = False  # at the first call: what is being loaded is not whole yet
+
+
+def _counts(traced: Traced) -> bool:
+    """Whether the graph stores numbers that forward keeps."""
+    return not {*traced.numbers}.isdisjoint(traced.stores)
 
 
 def _as_buffer(now: str) -> str:

@@ -413,3 +413,62 @@ def test_modules_in_a_list() -> None:
         torch.testing.assert_close(fast(ids(16, k)), plain(ids(16, k)))
     torch.testing.assert_close(fast.helpers[1].running_mean, plain.helpers[1].running_mean)
     assert fast.helpers[0].calls == plain.helpers[0].calls == 3
+
+
+def counted_in_training(m: Net, x: Tensor) -> Tensor:
+    if m.training:
+        m.steps += 1
+    return m.mlp(m.norm(m.e(x)))
+
+
+@pytest.mark.parametrize("form", [counted_in_training, trained_alone])
+def test_a_graph_that_does_not_count_keeps_nothing_aside(form: Form) -> None:
+    fast = recast.optimize(made(form), example=ids(16))
+    cases = fast._runner.cases
+    assert cases["eval"].undo is None and cases["train"].undo is not None
+    assert cases["eval"].traced.numbers == (("steps",) if form is trained_alone else ())
+
+
+def test_statistics_are_kept_aside_only_where_they_are_written() -> None:
+    """Nor are versions asked for where nothing leaves torch."""
+    undo = recast.optimize(made(counted_in_training), example=ids(16))._runner.cases["train"].undo
+    assert undo is not None and undo.read is None
+    assert {name for _, name in undo.buffers} == {
+        "running_mean", "running_var", "num_batches_tracked"
+    }  # fmt: skip
+    none = recast.optimize(made(annealed), example=ids(16))._runner.cases["both"].undo
+    assert none is not None and not none.buffers and none.read is None
+
+
+def test_calls_that_count_are_known_ones() -> None:
+    """They count as examined ones do, and one that raises has counted."""
+    plain, fast = made(counted_in_training), made(counted_in_training)
+    fast = recast.optimize(fast, example=ids(16))
+    for _ in range(3):
+        for model in (plain, fast):
+            model(ids(16))
+    assert fast._runner._known_call((ids(16),), {}) is not None
+    for x in (ids(16), ids(16) + 50, ids(16)):
+        for model in (plain, fast):
+            try:
+                model(x)
+            except (IndexError, RuntimeError):
+                assert x.max() > 50
+        assert fast.steps == plain.steps
+        torch.testing.assert_close(list(fast.buffers()), list(plain.buffers()))
+    assert fast.steps == 6
+    assert fast._runner._known_call((ids(16),), {}) is not None
+
+
+def test_statistics_that_are_replaced_are_kept_aside_too() -> None:
+    plain, fast = made(fails_at_five), recast.optimize(made(fails_at_five), example=ids(16))
+    for model in (plain, fast):
+        for buffer in ("running_mean", "running_var"):
+            model.norm._buffers[buffer] = torch.full((8,), 2.0)
+        for rows in (16, 1, 16):
+            try:
+                model(ids(rows))
+            except ValueError:
+                assert rows == 1
+    torch.testing.assert_close(list(fast.buffers()), list(plain.buffers()))
+    assert fast.steps == plain.steps == 3
