@@ -23,22 +23,44 @@ Args = tuple[Any, ...]
 @dataclass(frozen=True)
 class Batches:
     """Two tuples of ordered arguments and their batch sizes; ``second`` is None if it cannot be
-    derived, and ``tries`` say what helps.
+    derived, and ``tries`` say what helps. ``note``: what the report says of them.
     """
 
     first: Args
     second: Args | None
     sizes: tuple[int, int]
     how: str
+    note: str = ""
     tries: tuple[str, ...] = ("example=[batch, batch_of_another_size]",)
 
 
 def of_example(
-    example: Any, signature: Signature, accepts: Callable[[Args], Any] | None = None
-) -> Batches:
+    example: Any, signature: Signature, accepts: Callable[[Args], Any] | None = None,
+    trains: Callable[[Args], bool] | None = None,
+) -> Batches:  # fmt: skip
     """The two batches made from ``example``. ``accepts(args)`` runs the model, and raises if it
-    does not take them. Raises UsageError when the example does not fit the parameters of forward.
+    does not take them; ``trains(args)`` says whether train mode takes them. Raises UsageError when
+    the example does not fit the parameters of forward.
     """
+    found = _of_example(example, signature, accepts)
+    if 1 not in found.sizes or found.second is None or trains is None:
+        return found
+    one, several = found.first, found.second
+    if found.sizes[1] == 1:
+        one, several = several, one
+    if trains(one) or not trains(several):
+        return found
+    others = _derived(several, accepts)  # batch norm does not train on a single row
+    if others.second is None or 1 in others.sizes or not trains(others.second):
+        return found
+    rows = " and ".join(map(str, others.sizes))
+    note = f"train mode takes no single row: captured on batches of {rows} rows, for any size"
+    return replace(others, note=note)
+
+
+def _of_example(
+    example: Any, signature: Signature, accepts: Callable[[Args], Any] | None
+) -> Batches:
     first, *more = given(example, signature)
     if not more and not _leaves(first):
         return Batches(first, None, (0, 0), "there is no tensor in the example")
@@ -46,6 +68,10 @@ def of_example(
         return Batches(first, None, (0, 0), "no second batch can be cut from a nested tensor")
     if more:
         return Batches(first, more[0], _given_sizes(first, more[0]), "two batches were given")
+    return _derived(first, accepts)
+
+
+def _derived(first: Args, accepts: Callable[[Args], Any] | None) -> Batches:
     derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
     for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
         if second is None or accepts is None:

@@ -34,6 +34,7 @@ from .plain_model import (
     live_copy,
     place_of,
     record_calls,
+    rehearse,
     run_plain,
     uncompile,
     uncompiled,
@@ -48,6 +49,8 @@ from .unread_entries import unread
 
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
 _CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
+_ONE_ROW = "Expected more than 1 value per channel when training"  # torch's batch norm
+_MORE_ROWS = ("an example of several rows: both modes are captured", "example=[batch, other_batch]")
 _NO_EXAMPLE = (
     "no example batch was given: no rewrite was proved by running it, and what needs the types or"
     " sizes of values was not tried; give one: example=batch"
@@ -132,14 +135,22 @@ def _of_example(
     root: nn.Module, live: nn.Module, name: str, signature: Signature, example: Any,
     falls_back: bool,
 ) -> Captured:  # fmt: skip
-    found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
+    def accepts(args: tuple[Any, ...]) -> Any:
+        return run_plain(live, signature, args)
+
+    def trains(args: tuple[Any, ...]) -> bool:
+        return rehearse(live_copy(root, training=True), signature, args)
+
+    found = _batches.of_example(example, signature, accepts, trains)
     if found.second is None:
         return Captured(
             name, root, batches=None, why=found.how, where=place_of(root), tries=found.tries,
         )  # fmt: skip
-    return capture_part(
+    captured = capture_part(
         root, name, signature, found.first, found.second, found.sizes, "", falls_back
     )
+    captured.notes += [found.note] if found.note else []
+    return captured
 
 
 def _signature(root: nn.Module, example: Any) -> Signature:
@@ -185,7 +196,8 @@ def _check_example(
 
 def _of_plain(error: ValueError) -> Refused:
     """Why a model that raises on the example is not captured whole."""
-    return Refused("capture", where=raised_at(error), why=str(error))
+    tries = _MORE_ROWS if _ONE_ROW in str(error) else ()
+    return Refused("capture", where=raised_at(error), why=str(error), tries=tries)
 
 
 def capture_part(

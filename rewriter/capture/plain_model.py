@@ -137,9 +137,9 @@ def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> A
         return live.forward(*positional, **named)
 
 
-def rehearse(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> None:
-    """Run the plain forward for what it leaves in ``live``. What it raises is left to the trace to
-    report; a forward may call backward, which adds no gradients here.
+def rehearse(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> bool:
+    """Run the plain forward for what it leaves in ``live``; False if it raised. What it raises is
+    left to the trace to report; a forward may call backward, which adds no gradients here.
     """
     grads = [(p, p.grad) for p in live.parameters()]
     for parameter, _ in grads:
@@ -147,6 +147,8 @@ def rehearse(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> No
     try:
         with suppress(Exception):
             run_plain(live, signature, args)
+            return True
+        return False
     finally:
         for parameter, grad in grads:
             parameter.grad = grad

@@ -76,8 +76,14 @@ class Normed(nn.Module):
         return y * 2
 
 
+class OnlyEvaluated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise ValueError("it is not trained")
+        return x * 2
+
+
 def test_where_a_model_raises_in_training_is_named() -> None:
-    """Batch norm of one row, which only eval mode takes."""
-    report = recast.explain(Normed().eval(), example=X[:1])
-    assert report.captured != "whole" and "more than 1 value" in str(report.why)
+    report = recast.explain(OnlyEvaluated().eval(), example=X)
+    assert report.captured != "whole" and "not trained" in str(report.why)
     assert str(report.where).startswith("test_said_of_forward.py:")
