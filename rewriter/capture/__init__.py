@@ -9,8 +9,9 @@ tracing               tracer, values, intercept, recording, operands, scratch, l
 result                tidy, constants, proof (the graph gives the model's own results)
 checked at each call  guards, layer_shapes, dynamic_sizes, squeezes, step_loops, python_reads,
                       code_watcher, missing_attributes
-side effects          argument_writes, attribute_writes (of the model), kept_numbers (counters),
-                      restored_state (undone)
+side effects          shown, muted (what forward prints and logs), argument_writes,
+                      attribute_writes (of the model), kept_numbers (counters), restored_state
+                      (undone)
 not traceable         refused (why), opaque_calls (kept as one call), replaced_builtins (tried
                       again with len, int and type of our own), numpy_calls (as torch's)
 the model's class     result_class

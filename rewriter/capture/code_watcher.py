@@ -10,7 +10,6 @@ import datetime
 import logging
 import os
 import random
-import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 
 from . import frames
 
-LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
 _CLOCKS = frozenset({
     "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
     "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
@@ -84,8 +82,7 @@ class CodeWatcher:
         """Whether the code of ``frame`` is the user's, or of a library of models."""
         known = self.users.get(frame.f_code)
         if known is None:
-            home = str(frame.f_globals.get("__name__")).partition(".")[0]
-            known = self.users[frame.f_code] = home not in LIBRARIES
+            known = self.users[frame.f_code] = frames.of_model(frame)
         return known
 
 

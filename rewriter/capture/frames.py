@@ -23,6 +23,7 @@ _TRANSFORMS = tuple(
     os.path.join(_TORCH, "_functorch", name) for name in ("apis.py", "eager_transforms.py")
 )
 _CHECKPOINT = torch.utils.checkpoint.__file__
+LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
 _NOT_THE_USERS = *_OURS, _TORCH, _NUMPY, "<frozen"
 
 
@@ -80,6 +81,11 @@ def users_level() -> int:
     while frame is not None and not users(frame):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def of_model(frame: FrameType) -> bool:
+    """Whether the code of ``frame`` is the user's, or of a library of models."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES
 
 
 def is_users(file: str) -> bool:

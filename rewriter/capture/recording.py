@@ -30,6 +30,7 @@ from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
 from .refused import UNREGISTERED
 from .restored_state import CopiesBeforeWrites
+from .shown import shows
 from .storages import memory
 from .values import Value, make
 
@@ -50,6 +51,8 @@ def record(
     """The result of a call, as Values; as a plain value if it is the same for every batch."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kind != "call_module" and name in REFUSED and not operands.static(tracer, (args, kwargs)):
+        if name in ("tolist", "numpy") and shows(pure=True):
+            return _run(tracer, kind, target, args, kwargs, 0)
         tracer.refuse(REFUSED[name], size="numpy" if name in ("numpy", "__array__") else "")
     arrays = _of_arrays(kind, target, args)
     if arrays:

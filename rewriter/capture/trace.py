@@ -34,6 +34,7 @@ from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
 from .guards import Guard, ask
 from .intercept import Recorder, Shape
+from .muted import muted
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, transformed
 from .operands import argument
@@ -105,7 +106,7 @@ def trace(
                 inputs = _inputs(tracer, signature, first, pairs)
             arguments = ArgumentContents(zip(signature.every_name, inputs, strict=True))
             args, kwargs = signature.unbind(inputs)
-            with tracer.reading.watching(tracer.refuse):
+            with muted(), tracer.reading.watching(tracer.refuse):
                 result = tracer.scratch.forward(*args, **kwargs)
     except Refused:
         raise

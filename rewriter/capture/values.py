@@ -20,6 +20,7 @@ from torch import fx
 from torch.overrides import handle_torch_function
 
 from .frames import by_torch
+from .shown import asked_by_model, may_show, shows
 from .step_loops import Steps, counts_steps
 from .storages import memory
 
@@ -59,6 +60,8 @@ class Value(torch.Tensor):
         """``convert(value)``, if it is the same in both examples; else capture refuses."""
         with self.tracer.quiet():
             first, second = (convert(v) for v in self.pair)
+        if not self.constant and may_show() and shows():
+            return first
         if first != second:
             self.tracer.refuse_value(self, what, first, second)
         if not self.constant:
@@ -101,6 +104,8 @@ class Value(torch.Tensor):
     def __len__(self) -> int:
         with self.tracer.quiet():
             first, second = (len(v) for v in self.pair)
+        if may_show() and shows():
+            return first
         if first != second:
             self.tracer.refuse_value(self, "len() or a loop", first, second)
         self.tracer.asks_of_own((self,), "shape")
@@ -146,15 +151,28 @@ class Value(torch.Tensor):
         handle_torch_function(write, (self,), self, _key(self, key), value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<traced {self.made or self.path}>"
+        return self._text(repr)
 
     def __str__(self) -> str:
-        if self.number and not self.tracer.running and not by_torch():
-            self.tracer.refuse("puts a number that depends on the batch into a text")
-        return repr(self)
+        return self._text(str)
 
     def __format__(self, spec: str) -> str:
-        return str(self)
+        return self._text(lambda value: format(value, spec))
+
+    def _text(self, made: Callable[[Any], str]) -> str:
+        """The text of the first example, where it is only shown, or of a constant."""
+        if self.tracer.running or by_torch():
+            return self._name()
+        if self.constant or shows():
+            with self.tracer.quiet():
+                return made(self.pair[0])
+        if self.number or asked_by_model():
+            kind = "number" if self.number else "tensor"
+            self.tracer.refuse(f"puts a {kind} that depends on the batch into a text")
+        return self._name()
+
+    def _name(self) -> str:
+        return f"<traced {self.made or self.path}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.clone()
@@ -371,4 +389,6 @@ class Flag:
     __index__ = __int__
 
     def __repr__(self) -> str:
-        return f"<{self.path}.training>"
+        if self.tracer.running or by_torch() or not asked_by_model():
+            return f"<{self.path}.training>"
+        return repr(self.tracer.training if shows() else bool(self))

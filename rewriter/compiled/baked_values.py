@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recast.rewriter.capture.code_watcher import LIBRARIES
+from recast.rewriter.capture.frames import LIBRARIES
 from recast.rewriter.capture.layers import torch_layer
 from recast.rewriter.capture.missing_attributes import counted, missing, of_layers
 

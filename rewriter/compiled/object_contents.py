@@ -15,7 +15,7 @@ from types import (
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from recast.rewriter.capture.code_watcher import LIBRARIES
+from recast.rewriter.capture.frames import LIBRARIES
 
 PLAIN = (int, float, bool, str, type(None))
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)

@@ -23,7 +23,7 @@ from weakref import ReferenceType
 import torch
 from torch import nn
 
-from recast.rewriter.capture.code_watcher import LIBRARIES
+from recast.rewriter.capture.frames import LIBRARIES
 
 from .code_names import any_field, attributes_in, looked_for, names_in
 from .object_contents import (
