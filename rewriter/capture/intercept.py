@@ -194,6 +194,9 @@ class Shape(tuple):
     def __reduce__(self) -> Any:
         return Shape, (tuple(self),)
 
+    def __repr__(self) -> str:
+        return f"torch.Size([{', '.join(map(repr, self))}])"
+
     def numel(self) -> Any:
         product: Any = 1
         for one in self:

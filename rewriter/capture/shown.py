@@ -204,8 +204,11 @@ def _pure(call: ast.Call, frame: FrameType) -> bool:
     if isinstance(function, ast.Attribute):
         text = isinstance(function.value, (ast.Constant, ast.JoinedStr))
         return text and function.attr in _OF_TEXT
-    if not isinstance(function, ast.Name) or function.id not in _PURE:
+    if not isinstance(function, ast.Name):
         return False
+    if function.id not in _PURE:
+        found = _value(function, frame)
+        return isinstance(found, type) and issubclass(found, BaseException)
     return function.id not in frame.f_locals and function.id not in frame.f_globals
 
 
