@@ -96,7 +96,7 @@ class Assumptions:
         self.classes = [*map(type, self.classed.values())]
         self.probe = _probe(modules, signature)
         self.computed_dtypes = signature is not None and signature.computed_dtypes
-        self.looks_elsewhere = bool(self.probe or self.computed_dtypes)
+        self.reads_dtypes = bool(self.probe or self.computed_dtypes)
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
@@ -112,10 +112,10 @@ class Assumptions:
             if why is not None:
                 return why
             self.entries.renew()
-        return self.changed_elsewhere()
+        return self.other_dtypes() or self.state.changed()
 
-    def changed_elsewhere(self) -> str | None:
-        """The first that no longer holds of what neither ``dicts`` nor classes tell, or None."""
+    def other_dtypes(self) -> str | None:
+        """Whether dtypes that forward reads are not those of the example, in words, or None."""
         if self.probe is not None:
             slots, key, dtype = self.probe
             parameter = slots.get(key)
@@ -123,7 +123,7 @@ class Assumptions:
                 return _OTHER_DTYPES
         if self.computed_dtypes and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             return _OTHER_DTYPES
-        return self.state.changed()
+        return None
 
     def _changed(self) -> str | None:
         """The first entry that has changed to another object that is not equivalent."""

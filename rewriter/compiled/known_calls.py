@@ -15,6 +15,7 @@ from .assumptions import Assumptions
 from .entries import ABSENT
 from .external_state import Check
 from .signature import Signature
+from .snapshots import Settled
 from .trees import outline
 from .value_checks import Function, ProcessLocal, Same
 
@@ -39,8 +40,7 @@ class KnownCalls:
     def __init__(self, signature: Signature, assumptions: Assumptions, lazy: set[int]) -> None:
         self._assumptions = assumptions
         self._sized, self._functions, rest = _sorted(assumptions.checks)
-        elsewhere = rest or assumptions.looks_elsewhere
-        self._elsewhere = assumptions.changed_elsewhere if elsewhere else None
+        self._rest = Settled(rest) if rest else None  # what the extension cannot ask
         self._modules = self._list()
         form = outline(signature.key)
         self._recognizer: Recognizer | None = None
@@ -51,7 +51,9 @@ class KnownCalls:
         """The flat inputs of a known call with ``args``, in order; None if the call has to be
         examined.
         """
-        if self._recognizer is None or (self._elsewhere is not None and self._elsewhere()):
+        if self._recognizer is None or (self._rest is not None and self._rest.changed()):
+            return None
+        if self._assumptions.reads_dtypes and self._assumptions.other_dtypes():
             return None
         return self._recognizer.inputs(args, self._modules)
 
@@ -79,14 +81,18 @@ class KnownCalls:
         )  # fmt: skip
 
 
-def _sorted(checks: tuple[Check, ...]) -> tuple[list[Any], list[Any], bool]:
-    """Dicts and their sizes, functions, and whether there are checks of anything else."""
+def _sorted(checks: tuple[Check, ...]) -> tuple[list[Any], list[Any], list[Check]]:
+    """Dicts and their sizes, functions, and the checks of anything else."""
+    rest: list[Check] = []
     sized: list[tuple[dict[Any, Any], int]] = []
     functions: list[tuple[Any, ...]] = []
-    for ask, of, held, _ in checks:
+    for one in checks:
+        ask, of, held, _ = one
         check = held.check if type(held) is ProcessLocal else held
         if ask is len and type(of[0]) is dict and isinstance(check, Same):
             sized.append((of[0], check.value))
         elif isinstance(check, Function) and check.is_plain:
             functions.append((ask, of, *check.parts))
-    return sized, functions, len(sized) + len(functions) < len(checks)
+        else:
+            rest.append(one)
+    return sized, functions, rest
