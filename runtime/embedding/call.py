@@ -114,7 +114,8 @@ class Call:
         offsets = self.offsets[k]
         if offsets is None:
             return self.ids[k].shape[0]
-        return offsets.shape[0] - self.layout.include_last_offset[k]
+        # An int: traced sizes are compared with, and take away, no bool.
+        return offsets.shape[0] - int(self.layout.include_last_offset[k])
 
     def starts(self, k: int) -> tuple[Tensor, bool]:
         """Offsets of lookup k in the dtype of its ids, and whether the last one is an end."""
@@ -231,7 +232,7 @@ def _check_lookup(call: Call, k: int, ids: Tensor, name: str) -> None:
             why="offsets cut flat ids into bags; ids of two dimensions are cut already",
             tries=["drop the offsets", "flatten the ids"],
         )
-    if offsets.dim() != 1 or offsets.shape[0] < call.layout.include_last_offset[k]:
+    if offsets.dim() != 1 or offsets.shape[0] < int(call.layout.include_last_offset[k]):
         raise InputError(
             f"offsets of {name} have shape {tuple(offsets.shape)}",
             why="offsets are one-dimensional, one start per bag"

@@ -36,6 +36,24 @@ def test_compiled_around_the_op(fullgraph: bool) -> None:
     torch.testing.assert_close(dense(a.grad), dense(b.grad))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_compiled_for_any_number_of_bags(last: bool) -> None:
+    a, b = twins()
+
+    def bags(weight: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        rest = ([0], ["sum"], [None], [last], [False])
+        return torch.ops.recast.embedding_bags.default([weight], [ids], [offsets], [None], *rest)[0]
+
+    compiled = torch.compile(bags, backend="aot_eager", dynamic=True, fullgraph=True)
+    for count in (5, 3):
+        a.grad = b.grad = None
+        ids = torch.arange(2 * count)
+        offsets = torch.arange(0, 2 * count + last, 2)
+        weigh(compiled(a, ids, offsets)).backward()
+        weigh(b[ids].view(count, 2, -1).sum(1)).backward()
+        torch.testing.assert_close(dense(a.grad), dense(b.grad))
+
+
 def test_compiled_whole_around_a_lookup_kept_outside_is_refused() -> None:
     a, _ = twins()
     outside = torch.compiler.disable(lambda w: gather([w], [IDS])[0])
