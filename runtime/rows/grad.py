@@ -207,9 +207,15 @@ class RowGrad(Tensor):
         ids, rows = self.scaled()
         return full.index_copy_(0, ids, rows)
 
-    def promote(self) -> Tensor:
-        """Become dense, together with all aliases and for good; returns the dense gradient."""
+    def promote(self, like: Tensor | None = None) -> Tensor:
+        """Become dense, together with all aliases and for good; returns the dense gradient.
+
+        ``like``: its parameter, as whose it lies in memory, as autograd's own does: torch's fused
+        steps ask for no strides.
+        """
         full = self.dense()
+        if like is not None and full.stride() != like.stride() and like.t().is_contiguous():
+            full = full.t().contiguous().t()
         self.cell.hold([])
         self.cell.scale, self.cell.full = None, full
         return full

@@ -359,7 +359,7 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
                 continue
             if grad.lazy:
                 count("dense-step", type(optimizer).__name__)
-            parameter.grad = grad.promote()
+            parameter.grad = grad.promote(like=parameter)
             if grad.cell.table is not None:
                 _lend(optimizer, parameter, grad)
         if moved:
