@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,11 +35,48 @@ _MOST = 2**30  # of rows, and of steps
 _LEAST = torch.finfo(torch.float32).tiny  # of a power: see csrc/row_fades.h
 _FADES = 256  # at least: a power that is not kept is some ten multiplications
 
-# The betas of each group at an optimizer's last step: where they change, rows fade by no power.
-_BETAS: WeakKeyDictionary[Optimizer, dict[int, tuple[float, ...]]] = WeakKeyDictionary()
+_APART = 8  # steps after another thread has read moments
 
 # Optimizers whose ``state_dict()`` settles their moments first.
 _SETTLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+class Turns:
+    """What the steps of one optimizer know of each other, and of threads that read moments.
+
+    To read moments is to settle them, which must not be while a step of another thread writes them.
+    Nor are they to become ``Moment`` again while the other thread copies them: so for some steps,
+    in which all could be copied, its tables are stepped whole.
+
+    Attributes:
+        lock: held by a step, and by who settles.
+        betas: those of each group at the last step: where they change, rows fade by no power.
+        thread: that of the last step; ``apart``: how many steps another one still keeps whole.
+    """
+
+    __slots__ = ("apart", "betas", "lock", "thread")
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.betas: dict[int, tuple[float, ...]] = {}
+        self.thread = self.apart = 0
+
+    def begin_step(self) -> None:
+        self.thread = get_ident()
+        if self.apart > 0:
+            self.apart -= 1
+
+    def note_reader(self) -> None:
+        if self.thread not in (0, get_ident()):
+            self.apart = _APART
+
+
+_TURNS: WeakKeyDictionary[Optimizer, Turns] = WeakKeyDictionary()
+
+
+def turns_of(optimizer: Optimizer) -> Turns:
+    turns = _TURNS.get(optimizer)
+    return _TURNS.setdefault(optimizer, Turns()) if turns is None else turns
 
 
 class Setting(NamedTuple):
@@ -72,12 +111,19 @@ class Ages:
         shrinks: what a step without gradient multiplies the move of a row by.
         lr: what moved rows without gradient in the last step, with the corrections of bias.
         version, place: the table's version counter and its memory after that.
+        turns: those of their optimizer.
+        settled: whether they are over.
     """
 
-    def __init__(self, setting: Setting, moments: Mapping[str, Tensor], done: int) -> None:
+    settled = False
+
+    def __init__(
+        self, setting: Setting, moments: Mapping[str, Tensor], done: int, turns: Turns | None = None
+    ) -> None:
         """Begin with the moments of a table after ``done`` steps."""
         self.moments: tuple[Tensor, ...] = tuple([moment.detach() for moment in moments.values()])
         self._names = tuple(moments)
+        self.turns = Turns() if turns is None else turns
         rows = len(self.moments[0])
         self.last = torch.zeros(rows, dtype=torch.int32)
         self.awake = torch.zeros(-(-rows // _ROWS_OF_BLOCK), dtype=torch.uint8)
@@ -96,8 +142,9 @@ class Ages:
             self._kernels.begin_ages(self.moments, self, device.threads())
         self._held = [TensorWeakRef(moment) for moment in moments.values()]
         for moment in moments.values():
-            moment.__class__ = Moment
+            # In this order: another thread that finds a Moment asks for its ages.
             moment.ages = self  # type: ignore[attr-defined]
+            moment.__class__ = Moment
 
     def begin_step(self, weight: Tensor, lr: float) -> None:
         """``lr``: what moves rows without gradient now."""
@@ -124,13 +171,19 @@ class Ages:
         return own and self.setting == setting and self.done == steps
 
     def settle(self) -> None:
-        """Bring all moments to the last step, and leave them to others."""
-        self.now = self.done
-        self._kernels.settle_moments(self.moments, self, device.threads())
-        for reference in self._held:
-            moment = reference()
-            if isinstance(moment, Moment):
-                moment.become_ordinary()
+        """Bring all moments to the last step, and leave them to others. Waits for a step of another
+        thread.
+        """
+        with self.turns.lock:
+            if self.settled:
+                return
+            self.turns.note_reader()
+            self.settled, self.now = True, self.done
+            self._kernels.settle_moments(self.moments, self, device.threads())
+            for reference in self._held:
+                moment = reference()
+                if isinstance(moment, Moment):
+                    moment.become_ordinary()
 
 
 class Moment(Tensor):
@@ -141,8 +194,8 @@ class Moment(Tensor):
     ages: Ages
 
     def become_ordinary(self: Tensor) -> None:
-        del self.ages  # type: ignore[attr-defined]
         self.__class__ = Tensor
+        del self.ages  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_function__(
@@ -150,11 +203,16 @@ class Moment(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         found = () if func in _ASKS_NO_NUMBERS else tuple(_moments_in((args, kwargs)))
-        for moment in found:
-            if isinstance(moment, Moment):  # the other one of its table may have settled both
-                moment.ages.settle()
         if found:
-            return func(*args, **kwargs)
+            turns = []
+            for moment in found:
+                # The other one of its table may have settled both, or another thread.
+                if (ages := getattr(moment, "ages", None)) is not None:
+                    ages.settle()
+                    turns.append(ages.turns)
+            # No step of another thread makes them moments again meanwhile.
+            with turns[0].lock if turns else nullcontext():
+                return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -195,12 +253,13 @@ def setting_of(optimizer: Optimizer, index: int, rule: Fading) -> tuple[Setting 
     if rule.why_not(group) is not None or device.extension() is None:
         return None, False
     betas = rule.betas(group)
-    return Setting(rule, betas), _BETAS.get(optimizer, {}).get(index, betas) == betas
+    turns = turns_of(optimizer)
+    return Setting(rule, betas), turns.betas.get(index, betas) == betas and not turns.apart
 
 
 def remember(optimizer: Optimizer, index: int, betas: tuple[float, ...]) -> None:
     """Note the betas with which group ``index`` has been stepped. To be called once a step."""
-    _BETAS.setdefault(optimizer, {})[index] = betas
+    turns_of(optimizer).betas[index] = betas
 
 
 def of(
@@ -239,14 +298,17 @@ def of(
         return None
     if optimizer not in _SETTLING:
         _SETTLING[optimizer] = optimizer.register_state_dict_pre_hook(settle_all)
-    return Ages(setting, moments, int(steps))
+    return Ages(setting, moments, int(steps), turns_of(optimizer))
 
 
 def settle_all(optimizer: Optimizer) -> None:
     """Make ordinary tensors of all moments of ``optimizer``."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict) and (ages := _of_state(state)) is not None:
-            ages.settle()
+    turns = turns_of(optimizer)
+    with turns.lock:
+        turns.note_reader()
+        for state in tuple(optimizer.state.values()):
+            if isinstance(state, dict) and (ages := _of_state(state)) is not None:
+                ages.settle()
 
 
 def _of_state(state: State) -> Ages | None:

@@ -296,14 +296,25 @@ def _update_tables(optimizer: Optimizer) -> Groups | None:
 
 def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
-    stochastic = rounds_at_random(optimizer)
+    stochastic, moving = rounds_at_random(optimizer), _fading(optimizer)
     try:
-        left = None if stochastic else native_step.step(optimizer, rule, _fading(optimizer))
-        return left if left is not None else _each(optimizer, rule, stochastic)
+        if moving is None:
+            return _locked(optimizer, rule, moving, stochastic)
+        turns = row_ages.turns_of(optimizer)
+        with turns.lock:  # another thread may be reading moments
+            turns.begin_step()
+            return _locked(optimizer, rule, moving, stochastic)
     except torch.OutOfMemoryError as error:
         if optimizer in _EXPLAIN:
             _EXPLAIN[optimizer](error)
         raise
+
+
+def _locked(
+    optimizer: Optimizer, rule: Rule | None, moving: Fading | None, stochastic: bool
+) -> Groups | None:
+    left = None if stochastic else native_step.step(optimizer, rule, moving)
+    return left if left is not None else _each(optimizer, rule, moving, stochastic)
 
 
 def _lend(optimizer: Optimizer, parameter: Tensor, grad: RowGrad) -> None:
@@ -323,9 +334,10 @@ def _put_back(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     _LENT[optimizer].clear()
 
 
-def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
+def _each(
+    optimizer: Optimizer, rule: Rule | None, moving: Fading | None, stochastic: bool
+) -> Groups | None:
     """Like ``_update``, one table after the other."""
-    moving = _fading(optimizer)
     step, whole = Step(optimizer, rule), Step(optimizer, moving)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
