@@ -11,6 +11,7 @@ the others without a dense gradient; any other optimizer gets one.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -180,10 +181,14 @@ def _fading(optimizer: Optimizer) -> Fading | None:
 def _place_hook(optimizer: Optimizer) -> None:
     """Place our hook after every other step pre-hook of the optimizer."""
     hooks = optimizer._optimizer_step_pre_hooks
+    if type(hooks) is not OrderedDict:
+        # A wrapper's own, made without torch's constructor: a handle needs what can be referred to
+        # weakly, and the order is set below.
+        hooks = optimizer._optimizer_step_pre_hooks = OrderedDict(hooks)
     handle = _HOOKS.get(optimizer)
     if handle is None or handle.id not in hooks:
         handle = _HOOKS[optimizer] = optimizer.register_step_pre_hook(_before_step)
-    hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+    hooks.move_to_end(handle.id)
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
