@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.optim import SGD
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -339,10 +340,32 @@ def _put_back(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     _LENT[optimizer].clear()
 
 
+def _place_states(optimizer: Optimizer) -> None:
+    """Give the states that this step makes their places in ``optimizer.state``, in the order in
+    which torch would make them: tables make theirs before torch steps the rest. What is empty is no
+    state to torch.
+    """
+    state = optimizer.state
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if any([type(p.grad) is RowGrad and p not in state for p in params]):
+            break
+    else:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum", 1) == 0 and isinstance(optimizer, SGD):
+            continue  # it makes none
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state[parameter]  # a defaultdict
+
+
 def _each(
     optimizer: Optimizer, rule: Rule | None, moving: Fading | None, stochastic: bool
 ) -> Groups | None:
     """Like ``_update``, one table after the other."""
+    if rule is not None or moving is not None:
+        _place_states(optimizer)
     step, whole = Step(optimizer, rule), Step(optimizer, moving)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
