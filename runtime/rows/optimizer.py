@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
+from recast.runtime.recorded import recording
 from recast.runtime.rows import ages as row_ages
 from recast.runtime.rows import dense_step, fading, native_step, settings
 from recast.runtime.rows import rules as row_rules
@@ -360,6 +361,23 @@ def _place_states(optimizer: Optimizer) -> None:
                 state[parameter]  # a defaultdict
 
 
+def _takes_sparse(
+    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, grad: RowGrad, rule: Rule | None
+) -> bool:
+    """Whether torch is to step a table by its own sparse gradient, as where nobody claims it: in a
+    group whose settings have changed since, as a scheduler gives SGD momentum.
+    """
+    if rule is None or not rule.exact or not grad.cell.sparse or grad.cell.table is not None:
+        return False
+    if group.get("fused") or group.get("weight_decay"):
+        return False  # which torch refuses
+    if recording.current() is not None:
+        return False  # to count the ids waits for the device
+    # What a dense gradient has begun goes on with one: not all of torch's formulas mix the two.
+    held = optimizer.state.get(weight, {}).get("momentum_buffer")
+    return held is None or held.layout is torch.sparse_coo
+
+
 def _each(
     optimizer: Optimizer, rule: Rule | None, moving: Fading | None, stochastic: bool
 ) -> Groups | None:
@@ -396,6 +414,9 @@ def _each(
             if how is not None:
                 done.add(id(parameter))
                 moved.append((parameter, grad, how))
+                continue
+            if grad.lazy and _takes_sparse(optimizer, group, parameter, grad, rule):
+                parameter.grad = grad.coalesce()
                 continue
             if grad.lazy:
                 count("dense-step", type(optimizer).__name__)
