@@ -146,7 +146,7 @@ def _add_(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
         count("dense-write", "add_")
         x.promote().add_(y, alpha=alpha)
         return x
-    if rows is None or x.layout is not torch.strided:
+    if rows is None or not (isinstance(x, RowGrad) or x.layout is torch.strided):
         return NotImplemented
     if _is_rows(x):
         x.extend(rows, alpha)

@@ -308,6 +308,25 @@ class RowGrad(Tensor):
     # For a table with sparse=True, torch's own gradient is a sparse tensor, and some users read its
     # indices and values by hand.
 
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return self._looks_sparse()
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return torch.sparse_coo if self._looks_sparse() else torch.strided
+
+    def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._looks_sparse():
+            return super().to_dense(*args, **kwargs)
+        return self._read("to_dense").to_dense(*args, **kwargs)
+
+    def sparse_dim(self) -> int:
+        return 1 if self._looks_sparse() else super().sparse_dim()
+
+    def dense_dim(self) -> int:
+        return 1 if self._looks_sparse() else super().dense_dim()
+
     def coalesce(self) -> Tensor:
         if not self._looks_sparse():
             return super().coalesce()
@@ -327,7 +346,8 @@ class RowGrad(Tensor):
         return self._each().rows if self._looks_sparse() else super()._values()
 
     def _looks_sparse(self) -> bool:
-        return self.lazy and self.cell.sparse
+        # The table of many ranks has one gradient, and each rank looks up other rows of it.
+        return self.lazy and self.cell.sparse and self.cell.table is None
 
     def _each(self) -> Piece:
         """The gradient with one row per id, duplicates apart; writes to the rows change it."""
