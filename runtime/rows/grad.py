@@ -305,8 +305,9 @@ class RowGrad(Tensor):
     def is_shared(self) -> bool:
         return not self.lazy and self.promote().is_shared()
 
-    # For a table with sparse=True, torch's own gradient is a sparse tensor, and some users read its
-    # indices and values by hand.
+    # For a table with sparse=True, torch's own gradient is a sparse tensor: some users read its
+    # indices and values by hand, others leave it out where torch refuses it. Below Python it is
+    # strided, and norms and the like take it.
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
