@@ -177,9 +177,9 @@ class Runner:
         with breaks.
         """
         compiling = torch.compiler.is_compiling()
-        known = None if compiling or piecewise else self._known_call(args, kwargs)
-        if known is not None:
-            return self._go(*known, args, kwargs, False)
+        call = None if compiling or piecewise else self._known_call(args, kwargs)
+        if call is not None:
+            return self._go(*call, args, kwargs, False)
         if not self.built:
             _build_apart(self) if piecewise else self.build()
         signature = self.signature
@@ -191,7 +191,8 @@ class Runner:
             _check_memory(self.name, self.root)
             return self.plain(args, kwargs)
         ordered = signature.bind(args, kwargs)
-        examination = None if self.known is None or compiling else self.known.examine()
+        known = None if compiling or piecewise else self.known
+        examination = None if known is None else known.examine()
         leaves, why = signature.leaves(ordered)
         mode = self.mode()
         case = None if mode is None else self.cases[mode]
@@ -220,8 +221,8 @@ class Runner:
                 raise self._said_by(case, leaves, held, ordered) or error from None
             self.warn(other)
             return result
-        if examination is not None and self.known is not None:
-            self.known.admit(examination, ordered)
+        if examination is not None and known is not None:
+            known.admit(examination, ordered)
         return self._go(case, leaves, held, ordered, args, kwargs, compiling, piecewise)
 
     def _go(
