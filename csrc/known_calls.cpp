@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "same_items.h"
 #include "tensor.h"
 #include "watched_dicts.h"
 
@@ -49,13 +50,7 @@ struct Modules {
       if (PyDict_GET_SIZE(PyTuple_GET_ITEM(one.ptr(), 0)) !=
           PyLong_AsSsize_t(PyTuple_GET_ITEM(one.ptr(), 1)))
         return false;
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(dicts.ptr()); ++k) {
-      PyObject* now =
-          PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), k), PyList_GET_ITEM(keys.ptr(), k));
-      if (now == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      if ((now == nullptr ? absent.ptr() : now) != PyList_GET_ITEM(values.ptr(), k)) return false;
-    }
-    return true;
+    return recast::same_items(dicts, keys, values, absent);
   }
 
   // Whether `ask(*of)` is the same function, with the same code and defaults.

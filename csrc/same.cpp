@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "same_items.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -29,24 +30,12 @@ bool same_values(const py::list& dicts, const py::list& known) {
   return at == most;
 }
 
-// `absent` stands for a missing key. Values are compared by identity: an equal value that is
-// another object is not the same.
 bool same_items(const py::list& dicts, const py::list& keys, const py::list& known,
                 const py::object& absent) {
   const Py_ssize_t count = PyList_GET_SIZE(dicts.ptr());
   if (PyList_GET_SIZE(keys.ptr()) != count || PyList_GET_SIZE(known.ptr()) != count)
     throw py::value_error("same_items: lists of different lengths");
-  for (Py_ssize_t k = 0; k < count; ++k) {
-    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), k);
-    if (PyDict_Check(dict) == 0) throw py::type_error("same_items: not a dict");
-    PyObject* now = PyDict_GetItemWithError(dict, PyList_GET_ITEM(keys.ptr(), k));
-    if (now == nullptr) {
-      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-      now = absent.ptr();
-    }
-    if (now != PyList_GET_ITEM(known.ptr(), k)) return false;
-  }
-  return true;
+  return recast::same_items(dicts, keys, known, absent);
 }
 
 // The addresses, shapes and strides of tensors on any device.
