@@ -143,8 +143,9 @@ def _link(
         if signature is not None and captured.batches is not None:
             trial = replace(context, fuel=left)
             relies = assumed(
-                captured.graphs[mode], graph, passes, trial, signature, training=mode == "train"
-            )
+                captured.graphs[mode], graph, passes, trial, signature, fewer=captured.fewer,
+                training=mode == "train",
+            )  # fmt: skip
             signature = signature.relying(relies.fixed, relies.wide)
         guards, asks = without(traced[mode].guards, traced[mode].asks, context.whole)
         traced[mode] = replace(traced[mode], guards=guards, asks=asks)

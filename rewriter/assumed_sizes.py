@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from recast.errors import VerifyError
 
 from . import pipeline
+from .capture.batches import Batches
 from .capture.constants import constants
 from .capture.plain_model import live_copy
 from .capture.restored_state import restored_tensors
@@ -51,15 +52,21 @@ def assumed(
     context: Context,
     signature: Signature,
     *,
+    fewer: Batches | None = None,
     training: bool,
 ) -> Assumed:
     """The sizes of the example that ``rewritten`` relies on, where the captured ``graph`` takes
     others.
 
     ``context`` is as it was when ``passes`` made ``rewritten`` of ``graph``; it is not changed.
+    ``fewer``: batches like those of ``context`` that take less time.
     """
     found = Assumed()
-    trial = _Trial(graph, context, signature, training)
+    batches, sizes = context.batches, context.sizes
+    if fewer is not None:
+        batches, sizes = (fewer.first, fewer.second), fewer.sizes
+    assert batches is not None and sizes is not None
+    trial = _Trial(graph, context.root, batches, sizes, signature, training)
 
     def makes(specs: Specs) -> bool:
         return _makes(rewritten, graph, specs, passes, context)
@@ -114,12 +121,12 @@ class _Trial:
     """Runs a captured graph on batches whose inputs have other sizes."""
 
     def __init__(
-        self, graph: Graph, context: Context, signature: Signature, training: bool
-    ) -> None:
-        assert context.batches is not None and context.sizes is not None
-        self.graph, self.root, self.sizes = graph, context.root, context.sizes
+        self, graph: Graph, root: nn.Module, batches: tuple[Any, Any], sizes: tuple[int, int],
+        signature: Signature, training: bool,
+    ) -> None:  # fmt: skip
+        self.graph, self.root, self.sizes = graph, root, sizes
         self.training = training
-        self.first, self.second = (signature.leaves(batch)[0] for batch in context.batches)
+        self.first, self.second = (signature.leaves(batch)[0] for batch in batches)
         self.places = _by_size(self.first, self.second, signature)
         tensors = [v for v in self.second if isinstance(v, torch.Tensor)]
         self.present = sorted({n for t in tensors for n in t.shape if n > 2})[:_TIED]

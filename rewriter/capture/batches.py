@@ -18,6 +18,7 @@ from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
 
 Args = tuple[Any, ...]
+_FEW = 65  # rows in which most of what is rare in a batch still occurs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Batches:
     sizes: tuple[int, int]
     how: str
     note: str = ""
+    fewer: Batches | None = None  # two of fewer rows, whose first is ``second``
     tries: tuple[str, ...] = ("example=[batch, batch_of_another_size]",)
 
 
@@ -76,14 +78,31 @@ def _derived(first: Args, accepts: Callable[[Args], Any] | None) -> Batches:
     for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
         if second is None or accepts is None:
             continue
-        try:
-            accepts(second)
-        except Exception:  # not a batch of this model: the next plan
+        if not _accepted(second, accepts):  # not a batch of this model: the next plan
             continue
-        return Batches(
-            first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
-        )
+        how = f"cut to {plan.keep} of {plan.size} rows"
+        fewer = _fewer(first, second, plan, accepts)
+        return Batches(first, second, (plan.size, plan.keep), how, fewer=fewer)
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
+
+
+def _accepted(batch: Args, accepts: Callable[[Args], Any]) -> bool:
+    try:
+        accepts(batch)
+    except Exception:
+        return False
+    return True
+
+
+def _fewer(
+    first: Args, second: Args, plan: _Plan, accepts: Callable[[Args], Any]
+) -> Batches | None:
+    """``second``, and ``first`` cut to fewer rows than that; None where the model takes no such."""
+    keep = _another(plan.keep, {n for t in (*_leaves(first), *_leaves(second)) for n in t.shape})
+    third, _ = _cut(first, replace(plan, keep=keep)) if keep < plan.keep else (None, 0)
+    if third is None or not _accepted(third, accepts):
+        return None
+    return Batches(second, third, (plan.keep, keep), f"cut to {keep} of {plan.size} rows")
 
 
 def given(example: Any, signature: Signature) -> list[Args]:
@@ -221,8 +240,11 @@ def _plans(first: Args) -> list[_Plan]:
 
 
 def _another(size: int, taken: set[int]) -> int:
-    """A size that no dimension has, and not 1, which ``squeeze`` would remove."""
-    for keep in [*range(size // 2 + 1, size), *range(size // 2, 1, -1)]:
+    """A size that no dimension has, and not 1, which ``squeeze`` would remove: about half, or a
+    quarter of many, since the model runs on it as often as on the example.
+    """
+    about = min(size // 2 + 1, max(_FEW, size // 4 + 1))
+    for keep in [*range(about, size), *range(about - 1, 1, -1)]:
         if keep > 1 and keep not in taken:
             return keep
     return 2 * size + 1 if size < 3 else max(2, size - 1)

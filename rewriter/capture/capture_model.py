@@ -72,6 +72,7 @@ class Captured:
     graphs: dict[str, Graph] = field(default_factory=dict)
     batches: tuple[Any, Any] | None = None
     sizes: tuple[int, int] | None = None
+    fewer: _batches.Batches | None = None  # two of fewer rows, where these were cut from one
     kind: Literal["whole", "partial", "none"] = "none"
     parts: dict[str, Captured] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
@@ -150,6 +151,7 @@ def _of_example(
         root, name, signature, found.first, found.second, found.sizes, "", falls_back
     )
     captured.notes += [found.note] if found.note else []
+    captured.fewer = found.fewer
     return captured
 
 
@@ -205,7 +207,8 @@ def capture_part(
     second: tuple[Any, ...], sizes: tuple[int, int], prefix: str, falls_back: bool,
 ) -> Captured:  # fmt: skip
     """Capture one module on two batches, or its submodules if it cannot be captured."""
-    signature = replace(signature, unread=unread(root, signature, first))
+    # On the second: if forward read other entries of the first, its graph would fail on this one.
+    signature = replace(signature, unread=unread(root, signature, first, second))
     second = signature.settled(second)
     captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
     captured.falls_back = falls_back

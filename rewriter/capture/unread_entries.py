@@ -24,9 +24,11 @@ _ATOMS = (int, float, bool, str, bytes, complex, type(None))
 _EVERY = None  # read: all there is
 
 
-def unread(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> tuple[Unread, ...]:
+def unread(
+    root: nn.Module, signature: Signature, batch: tuple[Any, ...], runs: tuple[Any, ...]
+) -> tuple[Unread, ...]:
     """What ``root`` reads in neither mode of the dicts and objects among the ordered arguments of
-    ``batch``.
+    ``batch``. It runs on ``runs``, a batch like it.
     """
     constants = {k: _constants(value) for k, value in enumerate(batch)}
     held = {k for k, found in constants.items() if found or type(batch[k]) is dict}
@@ -35,7 +37,7 @@ def unread(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> tup
     seen: dict[int, set[Any]] = {k: set() for k in held}
     for training in (False, True):
         live = live_copy(root, training)
-        given = [*rebuild(batch, lambda t: t.detach().clone())]
+        given = [*rebuild(runs, lambda t: t.detach().clone())]
         try:
             for k in held:
                 given[k] = _watched(given[k], seen[k].add)

@@ -106,8 +106,9 @@ def generators_of(root: nn.Module) -> list[Any]:
     """The random number generators of Python, numpy and torch that modules hold: copies share
     them.
     """
+    others = _ATOMS | _DICTS
     values = (v for module in root.modules() for v in vars(module).values())
-    return [v for v in values if _restorer(v) is not None]
+    return [v for v in values if type(v) not in others and _restorer(v) is not None]
 
 
 def _restorer(generator: Any) -> Callable[[], object] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from forms import FORMS, Interaction
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import recast
 from recast.errors import UsageError
@@ -64,6 +65,53 @@ def test_one_row_grows_and_other_sizes_are_avoided() -> None:
     assert second(Any1(), torch.zeros(1, 7))[0] == [(3, 7)]
     assert second(Any1(), torch.zeros(2, 7))[0] == [(5, 7)]
     assert second(Any1(), torch.zeros(8, 5))[0] == [(6, 5)]
+
+
+def test_of_many_rows_a_quarter_is_enough() -> None:
+    assert second(Any1(), torch.zeros(4096, 7))[0] == [(1025, 7)]
+    assert second(Any1(), torch.zeros(128, 7))[0] == [(65, 7)]
+
+
+def test_two_batches_of_fewer_rows() -> None:
+    x = torch.arange(512.0)[:, None]
+    found = of_example(x, of_forward(Any1()), lambda args: None)
+    fewer = found.fewer
+    assert fewer is not None and fewer.second is not None
+    assert found.sizes == (512, 129) and fewer.sizes == (129, 65)
+    assert fewer.first is found.second and torch.equal(fewer.second[0], x[:65])
+
+    def accepts(args: Any) -> None:
+        if len(args[0]) == 65:
+            raise ValueError
+
+    assert of_example(x, of_forward(Any1()), accepts).fewer is None
+
+
+def test_a_large_example_runs_whole_in_few_places() -> None:
+    """Which sizes a graph relies on is tried with fewer rows."""
+    rows = []
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.top = nn.Embedding(9, 4), nn.Linear(8, 1)
+
+        def forward(self, ids: Tensor, other: Tensor) -> Tensor:
+            return self.top(torch.cat([self.table(ids).mean(1), self.table(other).mean(1)], 1))
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is nn.functional.embedding:
+                rows.append(len(args[0]))
+            return func(*args, **kwargs or {})
+
+    batch = torch.randint(9, (512, 6)), torch.randint(9, (512, 6))
+    with Counting():
+        fast = recast.optimize(Pooled(), example=batch)
+    assert fast.report.to_dict()["captured"] == "whole"
+    assert 0 < rows.count(512) <= 2 * 8 < len(rows)  # of two tables
 
 
 def test_flat_ids_are_cut_where_their_offsets_say() -> None:
