@@ -1,4 +1,4 @@
-// Atomic operations and cached loads. Atomics are relaxed, as on the device: they order no other
+// Atomic operations. They are relaxed, as on the device: they order no other
 // memory.
 #pragma once
 
@@ -104,33 +104,4 @@ template <class T>
 T atomicCAS(T* at, simt::NonDeduced<T> expected, simt::NonDeduced<T> value) {
   static_assert(simt::is_word<T> || std::is_same_v<T, unsigned short>);
   return simt::atomic_update(at, [&](T old) { return old == expected ? value : old; });
-}
-
-template <class T>
-T __ldg(const T* at) {
-  return *at;
-}
-template <class T>
-T __ldcs(const T* at) {
-  return *at;
-}
-template <class T>
-T __ldcg(const T* at) {
-  return *at;
-}
-template <class T>
-T __ldca(const T* at) {
-  return *at;
-}
-template <class T>
-void __stcs(T* at, simt::NonDeduced<T> value) {
-  *at = value;
-}
-template <class T>
-void __stcg(T* at, simt::NonDeduced<T> value) {
-  *at = value;
-}
-template <class T>
-void __stwt(T* at, simt::NonDeduced<T> value) {
-  *at = value;
 }

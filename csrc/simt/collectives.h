@@ -27,9 +27,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_CALLER) {
   simt::warp_collective(SIMT_SITE(__syncwarp), mask, nullptr, 0, true);
 }
 
-inline void __threadfence_block() { simt::fence(); }
 inline void __threadfence() { simt::fence(); }
-inline void __threadfence_system() { simt::fence(); }
 
 namespace simt {
 

@@ -4,13 +4,8 @@
 #include "simt/language.h"
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline int __clzll(long long x) {
-  return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x));
-}
 
 inline unsigned __brev(unsigned x) {
   unsigned reversed = 0;
@@ -28,10 +23,6 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
   by &= 31;
   return by == 0 ? high : high << by | low >> (32 - by);
 }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
-  by &= 31;
-  return by == 0 ? low : high << (32 - by) | low >> by;
-}
 
 inline float __int_as_float(int x) { return simt::same_bits<float>(x); }
 inline int __float_as_int(float x) { return simt::same_bits<int>(x); }
@@ -40,19 +31,11 @@ inline unsigned __float_as_uint(float x) { return simt::same_bits<unsigned>(x); 
 inline double __longlong_as_double(long long x) { return simt::same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return simt::same_bits<long long>(x); }
 
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // What the compiler may not contract into a fused multiply-add.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __saturatef(float x) { return x > 0.0f ? std::fmin(x, 1.0f) : 0.0f; }
-inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
-inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
