@@ -251,7 +251,7 @@ def _prelude(flags: tuple[str, ...], headers: tuple[Path, ...]) -> Path:
     return header
 
 
-def _key(command: Sequence[str], contents: Sequence[bytes] = ()) -> str:
+def _key(command: Sequence[str], contents: Sequence[bytes]) -> str:
     digest = hashlib.sha256("\0".join([_compiler(), _version(), *command]).encode())
     for content in contents:
         digest.update(hashlib.sha256(content).digest())

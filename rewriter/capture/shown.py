@@ -93,7 +93,7 @@ def _users(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _shown(frame: FrameType, pure: bool = False) -> bool:
+def _shown(frame: FrameType, pure: bool) -> bool:
     """Whether what ``frame`` is about to evaluate is only shown."""
     if not frames.users(frame):
         return False

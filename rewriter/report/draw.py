@@ -40,6 +40,7 @@ _LOOKS = {  # kind: (shape, style, fill, border)
 _MISSED = "#d0312d"
 _WIDE = 8  # boxes side by side; more are not readable
 _LONG = 6  # steps of a folded chain of functions
+_LETTERS = 34  # of a line of names
 
 
 @dataclass
@@ -290,10 +291,10 @@ def _widest(types: list[str]) -> str:
     return " ".join(known) if len(known) <= 2 else f"{known[0]} … {known[-1]}"
 
 
-def _names(words: list[str], limit: int = 34) -> str:
+def _names(words: list[str]) -> str:
     """A few words, shortened to one short line."""
     out = ", ".join(braces(dict.fromkeys(w for w in words if w)))
-    return out if len(out) <= limit else f"{out[: limit - 1].rstrip(', ')}…"
+    return out if len(out) <= _LETTERS else f"{out[: _LETTERS - 1].rstrip(', ')}…"
 
 
 def _tooltip(box: Box, root: nn.Module | None) -> str:

@@ -38,7 +38,7 @@ class Warps(NamedTuple):
 
     def launch_forward(
         self, gpu: Gpu, rows: c_void_p, dense: tuple[int, int, int], pad: int, batch: int,
-        out: tuple[int, int], more: Sequence[Argument] = (),
+        out: tuple[int, int], more: Sequence[Argument],
     ) -> bool:  # fmt: skip
         """``dense``: address, stride and width; ``out``: address and stride; ``more``: the sources
         of rows that are looked up. Whether it is done.
@@ -58,7 +58,7 @@ class Warps(NamedTuple):
 
     def launch_backward(
         self, gpu: Gpu, rows: c_void_p, grad: tuple[int, int], width: int, batch: int, same: int,
-        into: c_void_p, more: Sequence[Argument] = (),
+        into: c_void_p, more: Sequence[Argument],
     ) -> bool:  # fmt: skip
         """``grad``: address and stride; ``same``: as the kernel takes it. Whether it is done."""
         address, stride = grad

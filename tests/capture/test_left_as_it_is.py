@@ -46,9 +46,9 @@ class Encoder(nn.Module):
 class AsksInside(nn.Module):
     """Not captured whole; a table of a captured part is also read from outside that part."""
 
-    def __init__(self, rows: int = 70_000) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.encoder = Encoder(rows)
+        self.encoder = Encoder(70_000)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.encoder(x)

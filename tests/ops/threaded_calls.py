@@ -7,7 +7,7 @@ returns all results. Made apart, so that a test can choose what happens during t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,10 +91,10 @@ def stacked_lookups() -> Call:
     return call
 
 
-def dense_layers(*widths: int, last: str = "relu", batch: int = 600) -> Call:
+def dense_layers(*widths: int, last: str = "relu") -> Call:
     params: list[Tensor] = []
     steps: list[str] = []
-    x = _rand(batch, widths[0])
+    x = _rand(600, widths[0])
     for before, width in itertools.pairwise(widths):
         params += [_rand(width, before) / before**0.5, _rand(width)]
         steps += ["linear", "relu"]
@@ -243,9 +243,7 @@ def first_rows() -> Call:
     return call
 
 
-def _pairs(count: int) -> Sequence[Tensor]:
-    return list(torch.tril_indices(count, count, -1))
-
+_PAIRS = list(torch.tril_indices(9, 9, -1))  # of nine features
 
 CALLS: dict[str, Callable[[], Call]] = {
     "embedding_bags": lookups,
@@ -261,7 +259,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "cross_matrix": cross_matrices,
     "dot_interaction": lambda: trained(
         "dot_interaction", [_rand(300, 32, seed=k) for k in range(9)], _rand(300, 32, seed=0),
-        *_pairs(9), 1,
+        *_PAIRS, 1,
     ),
     "dot_interaction any": lambda: trained(
         "dot_interaction", [_rand(300, 32, seed=k) for k in range(9)], None,
@@ -269,7 +267,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     ),
     "fm_interaction": lambda: trained("fm_interaction", [_rand(300, 70, 16)], 0.5, True),
     "pair_products": lambda: trained(
-        "pair_products", [_rand(100, 9, 140)], [], *_pairs(9), _rand(100, 36), "dim"
+        "pair_products", [_rand(100, 9, 140)], [], *_PAIRS, _rand(100, 36), "dim"
     ),
     "cross_entropy": lambda: trained(
         "cross_entropy", _rand(700, 300), _ids(300, 700), "none", 7, 0.1

@@ -103,14 +103,13 @@ def plain_run(
     model: nn.Module,
     make: Callable[[Any], torch.optim.Optimizer],
     sizes: list[int],
-    steps: int = 5,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """One process with the batches of all ranks: outputs, first gradients, parameters, state."""
     model = copy.deepcopy(model).to(dtype)
     optimizer = make(model.parameters())
     found: dict[str, Tensor] = {}
-    for k in range(steps):
+    for k in range(5):
         optimizer.zero_grad()
         inputs, label = batch(sizes, seed=k)
         out = step(model, ((inputs[0].to(dtype), *inputs[1:]), label), sum(sizes), 1)

@@ -12,8 +12,8 @@ clip_norm = torch.nn.utils.clip_grad_norm_
 clip_value = torch.nn.utils.clip_grad_value_
 
 
-def backward_both(rows: int = 100) -> tuple[Parameter, Parameter]:
-    a, b = twins(rows)
+def backward_both() -> tuple[Parameter, Parameter]:
+    a, b = twins()
     weigh(ours(a)).backward()
     weigh(plain(b)).backward()
     return a, b

@@ -24,17 +24,17 @@ SHARDINGS = ("row_wise", "column_wise", "table_wise")
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
 
-def _whole(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _whole() -> tuple[Tensor, Tensor, Tensor]:
     """(rows, dim) gradient of a table with untouched rows, and (4,) of a dense parameter."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     table = torch.randn(ROWS, DIM, generator=g)
     table[::3] = 0.0
     return torch.randn(ROWS, DIM, generator=g), table, torch.randn(4, generator=g)
 
 
-def _rank(world: int, sharding: str, rank: int, seed: int = 0) -> list[nn.Parameter]:
+def _rank(world: int, sharding: str, rank: int) -> list[nn.Parameter]:
     """The parameters of one rank with their gradients: a part of the table, a replica."""
-    value, grad, dense = _whole(seed)
+    value, grad, dense = _whole()
     table = Table("table", ROWS, DIM)
     placement = explicit((table,), world, {"table": sharding}).placement("table")
     sharded = shards.ShardedTable(table, placement, rank, world)

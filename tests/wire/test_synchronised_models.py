@@ -119,8 +119,8 @@ class Encoder(nn.Module):
 MODELS = [Tower, Loose, Function, Dice, Attention, Encoder]
 
 
-def _fast(model: nn.Module, rows: int = 8) -> Any:
-    return recast.optimize(model, example=torch.randn(rows, 6), passes=PASSES)
+def _fast(model: nn.Module) -> Any:
+    return recast.optimize(model, example=torch.randn(8, 6), passes=PASSES)
 
 
 def _steps(model: Any, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

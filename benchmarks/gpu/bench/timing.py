@@ -285,7 +285,7 @@ def _turn(v: Variant, step: Step, at: int, batches: int) -> Callable[[], None]:
     return work
 
 
-def profiled(step: Step, device: torch.device, most: int = 24) -> dict[str, object]:
+def profiled(step: Step, device: torch.device) -> dict[str, object]:
     """Of one step on the device: ms of all its kernels, how many, and those that take most."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -301,7 +301,7 @@ def profiled(step: Step, device: torch.device, most: int = 24) -> dict[str, obje
     return {
         "device ms": round(sum(us for us, *_ in events) / 1e3, 4),
         "launches": sum(count for _, count, _ in events),
-        "kernels": [[round(us / 1e3, 4), count, key[:120]] for us, count, key in events[:most]],
+        "kernels": [[round(us / 1e3, 4), count, key[:120]] for us, count, key in events[:24]],
     }
 
 

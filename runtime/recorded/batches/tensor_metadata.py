@@ -55,7 +55,7 @@ class TensorMetadata:
     first dimension may have any size.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], free: Collection[int] = ()) -> None:
+    def __init__(self, tensors: Sequence[Tensor], free: Collection[int]) -> None:
         self._count, self._free = len(tensors), frozenset(free)
         self._check: Callable[..., bool] | None = None
         guards = guards_of_torch() if tensors else None
