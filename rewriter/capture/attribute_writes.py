@@ -7,7 +7,7 @@ stores; a buffer that is written in place is written by the graph itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,51 +82,84 @@ def attribute_writes(
         if not _constant(value):
             raise _first_call(f"what {name}() keeps", name, reading, path)
     for path, module in modules_by_path(scratch).items():
-        dot = f"{path}." if path else ""
         old = before.get(path)
         if old is None:
             raise refusal("forward adds a submodule", None, path)
         for slots, kind in _KEPT.items():
             _check_kept(getattr(module, slots), old[slots], kind, reading, path)
-        now = {k: v for k, v in vars(module).items() if k not in _SLOTS}
-        now.update(module._buffers)
-        for name, value in now.items():
-            was = old.get(name, old["_buffers"].get(name, _ABSENT))
-            inside = None
-            if isinstance(was, _Before):
-                was, inside = was.value, was.inside
-            if value is was:
-                if inside is not None and not _untouched(reading, _inside(value), inside, value):
-                    kind = type(value).__name__
-                    why = f"forward changes what is in self.{name}, a {kind}"
-                    raise refusal(why, line_of_write(reading.codes, name), path)
-                continue
-            if path in layers and name != "forward":
-                why = f"forward sets {path}.{name}, which the layer reads"
-                raise refusal(why, line_of_write(reading.codes, name), path.rpartition(".")[0])
-            leaves: list[Any] = []
-            flatten(value, leaves, [])
-            registered = name in module._buffers and name not in old["_buffers"]
-            first = leaves and _asked_first(reading, path, name, was, module)
-            if registered or (first and not (_constant(value) and kept(path, name))):
-                raise _first_call(f"self.{name}", name, reading, path)
-            held = isinstance(was, CONTAINERS) and reading.taken.get((path, name)) is was
-            if leaves and held and not _constant(value):
-                why = f"forward reads self.{name}, a {type(was).__name__}, and sets another"
-                raise refusal(why, line_of_write(reading.codes, name), path)
-            if leaves and type(was) in NUMBERS and (path, name) in reading.plain:
-                raise _kept_number(path, name, reading)
-            if leaves:
-                stores[f"{dot}{name}"] = value
-            elif _blind(reading, path, name, value, was):
-                reading.plain.pop((path, name), None)
-                left.append((path, name, value))
-            elif not _equal(value, was):
-                refused = _kept_number(path, name, reading)
-                if type(was) not in NUMBERS or type(value) not in NUMBERS:
+        for write in _writes(module, path, old, reading):
+            _check_write(write, module, reading, kept, layers)
+            if write.traced:
+                stores[f"{path}.{write.name}" if path else write.name] = write.value
+            elif _blind(reading, write):
+                reading.plain.pop((path, write.name), None)
+                left.append((path, write.name, write.value))
+            elif not _equal(write.value, write.was):
+                refused = _kept_number(write, reading)
+                if type(write.was) not in NUMBERS or type(write.value) not in NUMBERS:
                     refused.number = ""
                 raise refused
     return stores, left
+
+
+@dataclass(frozen=True)
+class _Write:
+    """An attribute, or a buffer, that is another object after forward. ``was``: _ABSENT if there
+    was none. ``traced``: traced values are in it. ``registered``: it has become a buffer.
+    """
+
+    path: str
+    name: str
+    value: Any
+    was: Any
+    traced: bool
+    registered: bool
+
+
+def _writes(
+    module: nn.Module, path: str, old: dict[str, Any], reading: PythonReads
+) -> Iterator[_Write]:
+    """What forward wrote to a module. Refuses changes inside of what is the same object."""
+    now = {k: v for k, v in vars(module).items() if k not in _SLOTS}
+    now.update(module._buffers)
+    for name, value in now.items():
+        was = old.get(name, old["_buffers"].get(name, _ABSENT))
+        inside = None
+        if isinstance(was, _Before):
+            was, inside = was.value, was.inside
+        if value is not was:
+            leaves: list[Any] = []
+            flatten(value, leaves, [])
+            registered = name in module._buffers and name not in old["_buffers"]
+            yield _Write(path, name, value, was, bool(leaves), registered)
+        elif inside is not None and not _untouched(reading, _inside(value), inside, value):
+            why = f"forward changes what is in self.{name}, a {type(value).__name__}"
+            raise refusal(why, line_of_write(reading.codes, name), path)
+
+
+def _check_write(
+    write: _Write,
+    module: nn.Module,
+    reading: PythonReads,
+    kept: Callable[[str, str], bool],
+    layers: Collection[str],
+) -> None:
+    """Refuse what only the first call writes, and a write over a value that is read."""
+    path, name, was = write.path, write.name, write.was
+    if path in layers and name != "forward":
+        why = f"forward sets {path}.{name}, which the layer reads"
+        raise refusal(why, line_of_write(reading.codes, name), path.rpartition(".")[0])
+    first = write.traced and _asked_first(reading, write, module)
+    if write.registered or (first and not (_constant(write.value) and kept(path, name))):
+        raise _first_call(f"self.{name}", name, reading, path)
+    if not write.traced:
+        return
+    held = isinstance(was, CONTAINERS) and reading.taken.get((path, name)) is was
+    if held and not _constant(write.value):
+        why = f"forward reads self.{name}, a {type(was).__name__}, and sets another"
+        raise refusal(why, line_of_write(reading.codes, name), path)
+    if type(was) in NUMBERS and (path, name) in reading.plain:
+        raise _kept_number(write, reading)
 
 
 def _check_kept(
@@ -139,18 +172,18 @@ def _check_kept(
             raise refusal(why, line_of_write(reading.codes, name), path)
 
 
-def _asked_first(reading: PythonReads, path: str, name: str, was: Any, module: nn.Module) -> bool:
+def _asked_first(reading: PythonReads, write: _Write, module: nn.Module) -> bool:
     """Whether forward may have asked for an attribute before it set it, when there was none."""
-    if was is not _ABSENT and was is not None:
+    if write.was is not _ABSENT and write.was is not None:
         return False
-    if (path, name) in reading.unset or path in reading.listed:
+    if (write.path, write.name) in reading.unset or write.path in reading.listed:
         return True
     if not type(module).__module__.startswith("torch.nn"):
         return False
     # What is read from torch's layers is not watched: only which names the code reads is known.
     return any(
-        name in code_names.looked_for(code)
-        or any(name == read for _, read in code_names.attributes_in(code))
+        write.name in code_names.looked_for(code)
+        or any(write.name == read for _, read in code_names.attributes_in(code))
         for code in reading.codes
     )
 
@@ -174,8 +207,9 @@ def _first_call(what: str, name: str, reading: PythonReads, path: str) -> Refuse
     return refused
 
 
-def _kept_number(path: str, name: str, reading: PythonReads) -> Refused:
+def _kept_number(write: _Write, reading: PythonReads) -> Refused:
     """The refusal for what forward changes, on the assumption that it is a number."""
+    path, name = write.path, write.name
     why = f"forward changes self.{name}, which a graph would not do at each call"
     refused = refusal(why, line_of_write(reading.codes, name), path)
     refused.number = f"{path}.{name}" if path else name
@@ -191,8 +225,9 @@ def _untouched(reading: PythonReads, now: Any, before: Any, value: Any) -> bool:
     return untouched(now, before)
 
 
-def _blind(reading: PythonReads, path: str, name: str, value: Any, was: Any) -> bool:
-    """Whether every call writes ``value`` to this attribute, whatever it was before."""
+def _blind(reading: PythonReads, write: _Write) -> bool:
+    """Whether every call writes the same value to this attribute, whatever it was before."""
+    path, name, value, was = write.path, write.name, write.value, write.was
     if was is _ABSENT:
         read = (path, name) in reading.absent or (path, name) in reading.inherited
         return not read and literal(value)
