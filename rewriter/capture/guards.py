@@ -361,28 +361,35 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
     graph = fx.Graph()
     made: dict[Node, Node] = {}
     for node in tracer.graph.nodes:
-        layer = _layer(tracer, node) if node in needed.shape else None
-        like = _like(tracer, node) if node in needed.shape else None
+        shape = node in needed.shape
+        like = _like(tracer, node) if shape else None
+        call = _by_shape(tracer, node) if shape else None
         if like is not None:
             made[node] = made[like]
             node.target = replace(node.target, rows=True)
-        elif layer is not None:
-            function, (given, *numbers) = layer
-            made[node] = graph.call_function(function, (made[given], *numbers))
-        elif node in needed.shape and _is_drawn(node):
-            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = graph.call_function(by_sizes, (node.target, *known))
-        elif node in needed.shape and _is_asked_on_meta(tracer, node):
-            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = graph.call_function(by_meta, (node.target, *known))
-        elif node in needed.shape and node.target in _BY_BROADCAST:
-            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            dtype = tracer.pairs[node][0].dtype
-            made[node] = graph.call_function(by_broadcast, (*known, dtype))
-        elif node in needed.content or node in needed.shape or node.op == "placeholder":
+        elif call is not None:
+            function, args = call
+            made[node] = graph.call_function(function, fx.node.map_arg(args, made.__getitem__))
+        elif shape or node in needed.content or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in asked))
     return graph
+
+
+def _by_shape(tracer: Tracer, node: Node) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The call, with its arguments, that finds the shape of ``node`` without its values; None if
+    only ``node`` itself does.
+    """
+    layer = _layer(tracer, node)
+    if layer is not None:
+        return layer
+    if _is_drawn(node):
+        return by_sizes, (node.target, node.args, node.kwargs)
+    if _is_asked_on_meta(tracer, node):
+        return by_meta, (node.target, node.args, node.kwargs)
+    if node.target in _BY_BROADCAST:
+        return by_broadcast, (node.args, node.kwargs, tracer.pairs[node][0].dtype)
+    return None
 
 
 def by_sizes(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
