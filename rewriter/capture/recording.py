@@ -61,7 +61,8 @@ def record(
     if saving() != tracer.saving or frames.checkpointed():
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
     beyond = isinstance(target, OpaqueCall)
-    in_place = kind != "call_module" and not beyond and _in_place(target, name, kwargs)
+    plain = kind != "call_module" and not beyond
+    in_place = plain and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
     if in_place:
         args, kwargs = _target_first(args, kwargs)
@@ -78,16 +79,9 @@ def record(
         target = keeping(target, given, pair, tracer.holds_shapes and pure)
     else:
         pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
-    static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
-    if kind != "call_module" and not beyond and name in METADATA and operands.same(pair):
-        tracer.asks_of_own(args, "dtype" if name in DTYPES else "shape")
-        for value in _nodes((node_args, node_kwargs)):
-            tracer.ranks.add(value)
-            tracer.bake(value, (pair[0],) if name in COUNTS else ())
-            if name in LAYOUT and value.op == "placeholder":
-                tracer.ask(value, Layout(name, args[1:]), pair[0])
-        if name in DTYPES:
-            tracer.bake_dtypes(_nodes((node_args, node_kwargs)))
+    static = plain and operands.static(tracer, (args, kwargs))
+    if plain and name in METADATA and operands.same(pair):
+        _rely(tracer, name, args, _nodes((node_args, node_kwargs)), pair[0])
         return pair[0]
     if static and operands.literal(pair[0]) and pair[0] is not None:
         return pair[0]
@@ -122,6 +116,20 @@ def _of_arrays(kind: str, target: Any, args: tuple[Any, ...]) -> bool:
     given = [v for v in args if isinstance(v, Value) and not v.number]
     arrays = bool(given) and all(isinstance(v, Array) for v in given)
     return arrays and (kind == "call_method" or python)
+
+
+def _rely(
+    tracer: Tracer, name: str, args: tuple[Any, ...], nodes: list[fx.Node], answer: Any
+) -> None:
+    """Note that Python got the same ``answer`` about tensors in both examples, and bakes it."""
+    tracer.asks_of_own(args, "dtype" if name in DTYPES else "shape")
+    for node in nodes:
+        tracer.ranks.add(node)
+        tracer.bake(node, (answer,) if name in COUNTS else ())
+        if name in LAYOUT and node.op == "placeholder":
+            tracer.ask(node, Layout(name, args[1:]), answer)
+    if name in DTYPES:
+        tracer.bake_dtypes(nodes)
 
 
 def _region(tracer: Tracer) -> Region:
