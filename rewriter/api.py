@@ -216,10 +216,7 @@ def optimize(
     if inplace:
         compiled.take_over()
     if precision is not None:
-        told = None
-        if effect is not None and compiled.report.journal.stored and spread.run_here(ranks):
-            told = effect.told(compiled)
-        told = told or _of_precision(precision, model, compiled, captured, alone=ranks == 1)
+        told = _of_precision(precision, model, compiled, captured, ranks, effect)
         compiled.report.notes.append(told)
     if optimizer is not None:
         _attach(optimizer, compiled, captured, lazy=sparse_semantics == "lazy")
@@ -340,14 +337,20 @@ def pipeline_of(passes: Passes) -> tuple[Pass, ...]:
 
 
 def _of_precision(
-    precision: str, model: nn.Module, compiled: Compiled, captured: Captured, *, alone: bool
-) -> str:
-    """How much storing tables below float32 changes the outputs, where that can be measured."""
-    if not compiled.report.journal.stored and not alone and materialise.on_meta(model):
+    precision: str, model: nn.Module, compiled: Compiled, captured: Captured, ranks: int,
+    effect: stored.Effect | None,
+) -> str:  # fmt: skip
+    """How much storing tables below float32 changes the outputs, where that can be measured: on
+    several ranks by ``effect``.
+    """
+    if not compiled.report.journal.stored and ranks > 1 and materialise.on_meta(model):
         return f"precision={precision!r}: tables on meta are stored when the ranks run"
     if not compiled.report.journal.stored:
         return f"precision={precision!r}: no table is stored in it; see what was missed and why"
-    whole = alone and model is not captured.root
+    told = effect.told(compiled) if effect is not None and spread.run_here(ranks) else None
+    if told is not None:
+        return told
+    whole = ranks == 1 and model is not captured.root
     if captured.batches is None or captured.signature is None or not whole:
         return (
             f"precision={precision!r}: recast.diff(model, fast, batch) tells its effect on outputs"

@@ -154,18 +154,7 @@ def _link(
     journal.lookups_found = max(found for found, _ in counts)
     journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
     own = slice(fired, len(journal.fired)), journal.lookups_fused - start[1]
-    for path, part in list(captured.parts.items()):
-        known, fused = len(journal.fired), journal.lookups_fused
-        linked = _link(part, passes, journal, fuel, strict, after)
-        gains = journal.fired[known:]
-        lone = _lone(part, gains)
-        if not any(e.saves for e in gains) and (path in captured.optional or lone):
-            del captured.parts[path], journal.fired[known:]
-            journal.lookups_fused = fused
-            for e in gains if lone else ():
-                journal.miss(Missed(e.rule, part.prefix or path, _TORCHS_OWN, e.where))
-            continue
-        captured.root.set_submodule(path, linked)
+    _link_parts(captured, passes, journal, fuel, strict, after)
     compiled = Compiled(replace(captured, traced=traced, signature=signature), graphs)
     # a saboteur is there for recast.diff to find; do not fall back here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
@@ -182,6 +171,29 @@ def _link(
     del journal.fired[own[0]]  # the captured graph runs instead: these rewrites are undone
     journal.lookups_fused -= own[1]
     return Compiled(captured, captured.graphs)
+
+
+def _link_parts(
+    captured: Captured,
+    passes: Sequence[Pass],
+    journal: Journal,
+    fuel: Fuel,
+    strict: bool,
+    after: Callable[[Pass, Graph], str] | None,
+) -> None:
+    """Put every part in the place of its module, but for those in which nothing is gained."""
+    for path, part in list(captured.parts.items()):
+        known, fused = len(journal.fired), journal.lookups_fused
+        linked = _link(part, passes, journal, fuel, strict, after)
+        gains = journal.fired[known:]
+        lone = _lone(part, gains)
+        if any(e.saves for e in gains) or not (path in captured.optional or lone):
+            captured.root.set_submodule(path, linked)
+            continue
+        del captured.parts[path], journal.fired[known:]
+        journal.lookups_fused = fused
+        for e in gains if lone else ():
+            journal.miss(Missed(e.rule, part.prefix or path, _TORCHS_OWN, e.where))
 
 
 def _lone(part: Captured, fired: Sequence[Fired]) -> bool:
