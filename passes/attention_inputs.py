@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
-from .leaf import argument, device_of, differs, human, module_of, plural, rank, spec_of
+from .leaf import Value, argument, device_of, human, linear_of, plural, put, rank, spec_of
 from .repeated_rows import LEAST, too_few
 
 
@@ -43,9 +43,8 @@ class Found:
     q: Node  # (B, 1, D)
     k: Node
     parts: tuple[_Part, ...]
-    path: str | None  # of the module
-    weight: Any
-    bias: Any
+    weight: Value
+    bias: Value
     flat: bool  # the layer reads (B L, n D)
 
 
@@ -120,17 +119,10 @@ def _same(a: Node, b: Node) -> bool:
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    module = module_of(node, root)
-    path: str | None = None
-    weight: Any = None
-    bias: Any = None
-    if isinstance(module, nn.Linear) and len(node.args) == 1:
-        path, bias = str(node.target), module.bias
-    elif is_call(node, F.linear):
-        weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-    else:
+    linear = linear_of(node, root)
+    if linear is None:
         return None
-    source = argument(node, 0, "input")
+    source, weight, bias, miss = linear
     nodes = [node]
     flat = is_call(source, torch.reshape) and rank(source) == 2
     if flat and sole_user(source) is not None:
@@ -153,13 +145,11 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     if not _fits(reader.q, reader.k, wide.dtype):
         return None
-    if path is not None and module is not None:
-        miss = differs(node, module, nn.Linear)
-        if miss is not None:
-            return miss
+    if miss is not None:
+        return miss
     if device_of(root) != "cpu":
         return Miss(node, "its input is not taken apart on a GPU, where that is not known to pay")
-    found = Found(reader.q, reader.k, tuple(parts), path, weight, bias, len(nodes) > 1)
+    found = Found(reader.q, reader.k, tuple(parts), weight, bias, len(nodes) > 1)
     saved = _saved(found)
     if saved is not None and saved < LEAST:
         return too_few(node, saved)
@@ -200,10 +190,7 @@ def _only_here(core: Sequence[Node], parts: Sequence[Node]) -> set[Node]:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    weight, bias = found.weight, found.bias
-    if found.path is not None:
-        weight = build.get(f"{found.path}.weight")
-        bias = None if bias is None else build.get(f"{found.path}.bias")
+    weight, bias = put(build, found.weight), put(build, found.bias)
     chunks = build.call(torch.chunk, weight, len(found.parts), 1)
     columns = [build.item(chunks, i) for i in range(len(found.parts))]
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from recast.rewriter.ir import Node, is_call, is_method
 from recast.rewriter.rule import Miss
 
-from .leaf import Attr, argument, differs, extra, module_of, spec_of
+from .leaf import Attr, argument, differs, linear_of, module_of, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,20 +287,12 @@ class _Reader:
         return found and _Product(found.source, found.share, (node, parts, *found.nodes))
 
     def _linear(self, node: Node, third: int | None) -> _Product | None:
-        module = module_of(node, self.root)
-        weight: Any
-        bias: Any
-        if isinstance(module, nn.Linear):
-            refused = differs(node, module, nn.Linear)
-            if refused is not None:
-                raise _UnlikeError(refused.why)
-            weight = Attr(f"{node.target}.weight")
-            bias = None if module.bias is None else Attr(f"{node.target}.bias")
-        elif is_call(node, F.linear) and not extra(node, 3, "input", "weight", "bias"):
-            weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-        else:
+        linear = linear_of(node, self.root)
+        if linear is None:
             return None
-        source = argument(node, 0, "input")
+        source, weight, bias, miss = linear
+        if miss is not None:
+            raise _UnlikeError(miss.why)
         if not isinstance(source, Node) or weight is None:
             return None
         share = Share(Piece(weight, third), None if bias is None else Piece(bias, third))

@@ -14,12 +14,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, differs, einsum_of, human, module_of, plural, rank, spec_of, unpaid
+from .leaf import (
+    Attr,
+    Value,
+    argument,
+    differs,
+    einsum_of,
+    human,
+    linear_of,
+    module_of,
+    plural,
+    put,
+    rank,
+    spec_of,
+    unpaid,
+)
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -37,13 +50,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """(O, H M) and the bias: those of a module, or a tensor, (O, H, M) after a permutation."""
+    """(O, H M), (O, H M, 1), or (O, H, M) after a permutation by ``order``; and the bias."""
 
-    path: str | None = None
-    biased: bool = False
-    tensor: Node | None = None
+    weight: Value
+    bias: Value = None
     order: tuple[int, ...] = ()
-    bias: Node | None = None
 
 
 # ---------------------------------------------------------------- the products
@@ -146,7 +157,8 @@ class _Mixed:
 def _mixed(node: Node, root: nn.Module) -> _Mixed | None:
     module = module_of(node, root)
     if isinstance(module, nn.Conv1d) and len(node.args) == 1 and not node.kwargs:
-        weights = Weights(str(node.target), module.bias is not None)
+        bias = None if module.bias is None else Attr(f"{node.target}.bias")
+        weights = Weights(Attr(f"{node.target}.weight"), bias)
         miss = _unlike(node, module) or differs(node, module, nn.Conv1d)
         return _Mixed(weights, (node,), flat=node.args[0], miss=miss)
     if is_call(node, torch.einsum):
@@ -154,7 +166,7 @@ def _mixed(node: Node, root: nn.Module) -> _Mixed | None:
     if is_call(node, torch.matmul) and len(node.args) == 2:
         weight, flat = node.args
         if isinstance(weight, Node) and rank(flat) == 3 and _static(weight, 2):
-            return _Mixed(Weights(tensor=weight), (node,), flat=flat)
+            return _Mixed(Weights(weight), (node,), flat=flat)
         return None
     return _turned(node, root)
 
@@ -203,7 +215,7 @@ def _einsums(node: Node) -> _Mixed | None:
         h, m, products, sides = first[1], second[1], None, (x, y)
     if len({batch, made, column, h, m}) != 5 or set(term) != {made, h, m}:
         return None
-    weights = Weights(tensor=weight, order=tuple(term.index(c) for c in (made, h, m)))
+    weights = Weights(weight, order=tuple(term.index(c) for c in (made, h, m)))
     return _Mixed(weights, (node,), products=products, sides=sides)
 
 
@@ -216,22 +228,17 @@ def _turned(node: Node, root: nn.Module) -> _Mixed | None:
         layer = argument(layer, 0, "input")
     if not isinstance(layer, Node) or sole_user(layer) is not nodes[-1]:
         return None
-    module, miss = module_of(layer, root), None
-    if isinstance(module, nn.Linear):
-        weights = Weights(str(layer.target), module.bias is not None)
-        miss = differs(layer, module, nn.Linear)
-    elif is_call(layer, F.linear):
-        weight: Any = argument(layer, 1, "weight")
-        weights = Weights(tensor=weight, bias=argument(layer, 2, "bias"))
-        if not isinstance(weight, Node) or not _static(weight, 2):
-            return None
-    else:
+    linear = linear_of(layer, root)
+    if linear is None:
         return None
-    turned = argument(layer, 0, "input")
-    if not _turns(turned):
+    turned, weight, bias, miss = linear
+    known = isinstance(weight, Attr) or (isinstance(weight, Node) and _static(weight, 2))
+    if not known or not _turns(turned):
         return None
     dead = (turned,) if sole_user(turned) is layer else ()
-    return _Mixed(weights, (*nodes, layer, *dead), flat=argument(turned, 0, "input"), miss=miss)
+    nodes += [layer, *dead]
+    flat = argument(turned, 0, "input")
+    return _Mixed(Weights(weight, bias), tuple(nodes), flat=flat, miss=miss)
 
 
 def _turns(node: Any) -> bool:
@@ -307,13 +314,10 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 def _weights(weights: Weights, build: Build) -> tuple[Any, Any]:
     """(O, H M) or (O, H M, 1), and the bias."""
-    if weights.path is not None:
-        bias = build.get(f"{weights.path}.bias") if weights.biased else None
-        return build.get(f"{weights.path}.weight"), bias
-    weight: Any = weights.tensor
+    weight, bias = put(build, weights.weight), put(build, weights.bias)
     if weights.order not in ((), (0, 1, 2)):
         weight = build.call(torch.permute, weight, weights.order)
-    return (build.call(torch.flatten, weight, 1) if weights.order else weight), weights.bias
+    return (build.call(torch.flatten, weight, 1) if weights.order else weight), bias
 
 
 def _describe(match: Match) -> str:

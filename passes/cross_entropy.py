@@ -24,13 +24,14 @@ from recast.runtime.layers.cross_entropy import shaped_as
 
 from .leaf import (
     Attr,
+    Linear,
     Value,
     argument,
     arguments,
     bytes_of,
     differs,
-    extra,
     human,
+    linear_of,
     module_of,
     put,
     rank,
@@ -235,25 +236,16 @@ def _is_number(value: Any) -> bool:
 
 def _weighed(node: Node, root: nn.Module) -> tuple[Node, Value, bool, Value] | Miss | None:
     """``(x, weight, whether it is (D, C), bias)`` of a product with one matrix."""
-    module = module_of(node, root)
-    x: Any
-    weight: Any
-    if isinstance(module, nn.Linear):
-        miss = differs(node, module, nn.Linear)
-        if miss is not None:
-            return miss
-        bias: Value = None if module.bias is None else Attr(f"{node.target}.bias")
-        x = argument(node, 0, "input")
-        return (x, Attr(f"{node.target}.weight"), False, bias) if isinstance(x, Node) else None
-    if is_call(node, F.linear) and not extra(node, 3, "input", "weight", "bias"):
-        x, weight, bias = (argument(node, k, n) for k, n in enumerate(("input", "weight", "bias")))
-        turned = False
-    elif is_call(node, torch.matmul, torch.mm) or is_method(node, "mm"):
-        x, weight = argument(node, 0, "input"), argument(node, 1, "mat2")
-        bias, turned = None, True
-    else:
+    linear, turned = linear_of(node, root), False
+    if linear is None and (is_call(node, torch.matmul, torch.mm) or is_method(node, "mm")):
+        linear = Linear(argument(node, 0, "input"), argument(node, 1, "mat2"), None, None)
+        turned = True
+    if linear is None:
         return None
-    if rank(weight) != 2 or not isinstance(x, Node):
+    x, weight, bias, miss = linear
+    if miss is not None:
+        return miss
+    if not isinstance(x, Node) or not (isinstance(weight, Attr) or rank(weight) == 2):
         return None
     if turned and is_call(weight, torch.transpose):
         weight, turned = argument(weight, 0, "input"), False

@@ -226,8 +226,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     tail, keeps = _tail(node, found.keeps)
     head = () if logits is None else (weights,)
     inner = [*stacking, *turned, *head, *found.nodes, *tail]
-    kept = _only_inside(inner, [*stacking, *turned])
-    if kept is None:  # T is needed elsewhere too; its parts exist anyway
+    # T may be needed elsewhere too; its parts exist anyway
+    if not _only_inside(inner, [*stacking, *turned]):
         inner = [*head, *found.nodes, *tail]
     nodes = list(dict.fromkeys(inner))
     gate = weights if logits is None else logits
@@ -293,10 +293,10 @@ def _upright(
     return None
 
 
-def _only_inside(inner: Sequence[Node], parts: Sequence[Node]) -> bool | None:
+def _only_inside(inner: Sequence[Node], parts: Sequence[Node]) -> bool:
     """Whether only ``inner`` uses the values of ``parts``."""
     inside = set(inner)
-    return True if all(set(n.users) <= inside for n in parts) else None
+    return all(set(n.users) <= inside for n in parts)
 
 
 def _tail(node: Node, keeps: int | None) -> tuple[tuple[Node, ...], int | None]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from recast.rewriter import alias
@@ -162,6 +163,30 @@ def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None
                 node, f"its {name} is computed and no Parameter", (f"make {name} a Parameter",)
             )
     return None
+
+
+class Linear(NamedTuple):
+    """``F.linear(input, weight, bias)``, or a module that does the same; ``miss``: why that module
+    may not be treated as a plain ``nn.Linear``.
+    """
+
+    input: Any
+    weight: Any
+    bias: Any
+    miss: Miss | None
+
+
+def linear_of(node: Node, root: nn.Module) -> Linear | None:
+    """A Linear layer in either spelling; the parameters of a module are Attrs."""
+    module = module_of(node, root)
+    if isinstance(module, nn.Linear):
+        path, miss = str(node.target), differs(node, module, nn.Linear)
+        bias = None if module.bias is None else Attr(f"{path}.bias")
+        return Linear(argument(node, 0, "input"), Attr(f"{path}.weight"), bias, miss)
+    if not is_call(node, F.linear) or extra(node, 3, "input", "weight", "bias"):
+        return None
+    weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
+    return Linear(argument(node, 0, "input"), weight, bias, None)
 
 
 def memory_written(nodes: Sequence[Node], root: nn.Module) -> bool:

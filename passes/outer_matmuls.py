@@ -27,11 +27,9 @@ from .leaf import (
     Value,
     argument,
     bytes_of,
-    differs,
     einsum_of,
-    extra,
     human,
-    module_of,
+    linear_of,
     put,
     rank,
     reduction_of,
@@ -124,20 +122,16 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 def _weighed(node: Node, root: nn.Module) -> tuple[Node, Value, bool, Value] | None:
     """``(x, weight, whether it is a Linear layer's, bias)`` of a product with one matrix."""
-    module = module_of(node, root)
-    if isinstance(module, nn.Linear):
-        if differs(node, module, nn.Linear) is not None:
-            return None
-        bias = None if module.bias is None else Attr(f"{node.target}.bias")
-        return argument(node, 0, "input"), Attr(f"{node.target}.weight"), True, bias
-    if is_call(node, F.linear) and not extra(node, 3, "input", "weight", "bias"):
-        x, weight, bias = (argument(node, k, n) for k, n in enumerate(("input", "weight", "bias")))
-        return (x, weight, True, bias) if tensor_at(weight, root) is not None else None
+    linear = linear_of(node, root)
+    if linear is not None:
+        x, weight, bias, miss = linear
+        held = isinstance(weight, Attr) or tensor_at(weight, root) is not None
+        return (x, weight, True, bias) if held and miss is None else None
     if not is_call(node, torch.matmul, operator.matmul) or len(node.args) != 2:
         return None
     x, weight = node.args
-    held = tensor_at(weight, root)
-    known = isinstance(x, Node) and held is not None and held.dim() in (1, 2)
+    matrix = tensor_at(weight, root)
+    known = isinstance(x, Node) and matrix is not None and matrix.dim() in (1, 2)
     return (x, weight, False, None) if known else None  # type: ignore[return-value]
 
 

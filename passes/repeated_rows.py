@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
-from .leaf import argument, device_of, differs, extra, human, module_of, rank, spec_of
+from .leaf import Attr, Linear, Value, argument, device_of, human, linear_of, put, rank, spec_of
 
 # Numbers of a wide input that are not written and read for a sample: with fewer, two products cost
 # more than one in batches of up to 512.
@@ -43,24 +43,10 @@ class Found:
     """The layer, and its input."""
 
     parts: tuple[Part, ...]
-    path: str | None  # of the module
-    weight: Any
-    bias: Any
+    weight: Value
+    bias: Value
     turned: bool  # W is (in, out)
     rows: int
-
-
-def _layer(node: Node, root: nn.Module) -> tuple[Any, str | None, Any, Any, bool] | None:
-    """``(input, path, weight, bias, turned)`` of a matmul or a linear layer."""
-    module = module_of(node, root)
-    if isinstance(module, nn.Linear) and len(node.args) == 1:
-        return node.args[0], str(node.target), None, module.bias, False
-    if is_call(node, F.linear) and not extra(node, 3, "input", "weight", "bias"):
-        weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-        return argument(node, 0, "input"), None, weight, bias, False
-    if is_call(node, torch.matmul, operator.matmul):
-        return argument(node, 0, "input"), None, argument(node, 1, "other"), None, True
-    return None
 
 
 def _shared(node: Node) -> Node | None:
@@ -89,10 +75,12 @@ def _parts(wide: Node) -> tuple[Part, ...]:
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    read = _layer(node, root)
-    if read is None:
+    linear, turned = linear_of(node, root), is_call(node, torch.matmul, operator.matmul)
+    if turned:
+        linear = Linear(argument(node, 0, "input"), argument(node, 1, "other"), None, None)
+    if linear is None:
         return None
-    wide, path, weight, bias, turned = read
+    wide, weight, bias, miss = linear
     if not is_call(wide, torch.cat) or argument(wide, 1, "dim", 0) not in (2, -1):
         return None
     spec = spec_of(wide)
@@ -103,10 +91,9 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     if not spec.dtype.is_floating_point or any(_dtype(p.value) != spec.dtype for p in parts):
         return None
-    if path is None and (rank(weight) != 2 or _dtype(weight) != spec.dtype):
+    own = isinstance(weight, Attr)
+    if not own and (rank(weight) != 2 or _dtype(weight) != spec.dtype):
         return None
-    module = module_of(node, root)
-    miss = None if module is None else differs(node, module, nn.Linear)
     if miss is not None:
         return miss
     if device_of(root) != "cpu":
@@ -115,7 +102,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if saved < LEAST:
         return too_few(node, saved)
     repeats = [n for n in argument(wide, 0, "tensors") if _shared(n) and sole_user(n) is wide]
-    found = Found(parts, path, weight, bias, turned, rows)
+    found = Found(parts, weight, bias, turned, rows)
     return Match([*dict.fromkeys(repeats), wide, node], [node], found)
 
 
@@ -135,10 +122,7 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    weight, bias = found.weight, found.bias
-    if found.path is not None:
-        weight = build.get(f"{found.path}.weight")
-        bias = None if bias is None else build.get(f"{found.path}.bias")
+    weight, bias = put(build, found.weight), put(build, found.bias)
     along = 0 if found.turned else 1
 
     def product(once: bool, bias: Any) -> Node:
