@@ -108,47 +108,17 @@ def communication(
 
 BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # what captured parts need too
 
-_PASSES = (
-    OpenTransformers,
-    Normalize,
-    LookUpRows,
-    ShareValues,
-    JoinCats,
-    PoolSequences,
-    GroupEmbeddings,
-    FuseDotInteraction,
-    FuseFmInteraction,
-    FuseCompressedInteraction,
-    FuseCross,
-    FuseLayerNorm,
-    FuseRmsNorm,
-    FuseDice,
-    FuseGatedActivations,
-    FuseRecurrence,
-    MultiplyWindows,
-    MultiplySparse,
-    FuseGatedSums,
-    SplitEinsums,
-    ContractProducts,
-    FusePairProducts,
-    FuseFieldAttention,
-    FuseSiluAttention,
-    FuseCrossEntropy,
-    FuseMlp,
-    JoinLinears,
-    FuseReluDropout,
-    CleanUp,
-    SplitColumns,
-    JoinLookups,
-    NarrowLookups,
-    AlignRows,
-    OverlapLookups,
-    GatherInDots,  # in no default pipeline: it is not always faster, so it must be asked for
+_ASKED_FOR = (
+    GatherInDots,  # it is not always faster
     QuantiseTables,
     SynchroniseBatchNorm,
     SynchroniseDropout,
 )
-REGISTRY: Mapping[str, Callable[..., Pass]] = {p.name: p for p in _PASSES} | dict(SABOTEURS)
+REGISTRY: Mapping[str, Callable[..., Pass]] = {
+    **{p.name: type(p) for p in PIPELINE},
+    **{p.name: p for p in _ASKED_FOR},
+    **SABOTEURS,
+}
 
 __all__ = [
     "BATCHWISE",
