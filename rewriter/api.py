@@ -119,9 +119,10 @@ def optimize(
             ``{"user_emb": Dynamic(max_rows=9)}`` takes any int64 id (see :mod:`recast.dynamic`).
             They are replaced in ``model`` itself, and their present rows are dropped. With several
             ranks, each owns a part of the ids, by hash, and has its part of the budget.
-        sharding: one sharding type for all tables, or a dict that holds thresholds in elements
-            (``column_slice_threshold, row_slice_threshold, data_parallel_threshold``) and the
-            sharding types of single tables by name.
+        sharding: one sharding type for all tables ("table_wise", "row_wise", "column_wise",
+            "table_row_wise", "table_column_wise" or "data_parallel"), or a dict that holds
+            thresholds in elements (``column_slice_threshold, row_slice_threshold,
+            data_parallel_threshold``) and the sharding types of single tables by name.
         wire: the format in which rows travel: "fp32", "bf16", "fp16" or "int8", or one for each
             direction: ``{"forward": "fp16", "backward": "int8"}``.
         precision: store tables in "fp16", "bf16", "int8" or "int4" for serving (see
@@ -141,11 +142,11 @@ def optimize(
             are; the numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the
             looked-up rows). Other optimizers are exact either way.
         passes: a pipeline, as text (``"default"``, ``"default,-fuse-mlp"`` for all but one,
-            ``"normalize,fuse-mlp{max-layers=4}"``) or as a sequence of passes; None means the
-            default one.
+            ``"normalize,fuse-mlp{max-layers=4}"``) or as a sequence of passes, which then run as
+            under ``strict``; None means the default one.
         inplace: rewrite ``model`` itself rather than a copy that shares its parameters, so that
             calls of ``model`` run the graph too.
-        strict: re-raise what a rule raises, rather than skip the rule and say so in the report.
+        strict: raise what a rule or a pass raises, rather than skip it and say so in the report.
 
     Returns:
         the :class:`Compiled` model, or the tuple ``(compiled, optimizer)`` when an optimizer was
@@ -159,6 +160,8 @@ def optimize(
         UsageError: a wrong argument, or an example that ``model`` does not take.
         NotBuiltError: a combination of arguments that is not implemented yet.
         PlanError: the tables do not fit the machines; the error says what would.
+        VerifyError: with ``passes`` or ``strict``, a pass leaves a graph that breaks an invariant.
+        RankError: on several ranks, another one died, hangs or left.
     """
     started = time.perf_counter()
     arguments.check_model(model)

@@ -42,7 +42,17 @@ class Fuel:
 
 @dataclass
 class Context:
-    """What a pass may read besides the graph."""
+    """What a pass may read besides the graph.
+
+    Attributes:
+        root: the module whose parameters and submodules the graph names. Not to be changed.
+        journal: where rewrites and misses are told, for the report; ``rule.apply`` does it.
+        batches, sizes: both example batches, and how many rows each has; None without an example.
+        fuel: ask :meth:`fuel_left` before a rewrite, and :meth:`burn` after it.
+        strict: re-raise what a rule raises.
+        loops: loops over steps that were unrolled, each with the lines of what it made, and
+        whole: those that are one call again, whatever the number of steps (capture/step_loops).
+    """
 
     root: nn.Module
     journal: Journal = field(default_factory=Journal)
@@ -50,12 +60,11 @@ class Context:
     sizes: tuple[int, int] | None = None
     fuel: Fuel = field(default_factory=Fuel)
     strict: bool = False
-    # loops over steps that were unrolled, each with the lines of what it made, and those that are
-    # one call again, whatever the number of steps; see capture/step_loops
     loops: dict[str, frozenset[str]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
 
     def fuel_left(self) -> int | None:
+        """How many more rewrites are allowed; None: no limit."""
         return self.fuel.left
 
     def burn(self) -> None:

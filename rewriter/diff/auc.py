@@ -113,7 +113,15 @@ def score(model: nn.Module, batches: Iterable[Batch]) -> tuple[np.ndarray, np.nd
 
 
 def paired(plain: nn.Module, fast: nn.Module, batches: Sequence[Batch]) -> AucReport:
-    """Both models, as they are, score the same rows."""
+    """Both models, as they are, score the same rows, in eval mode.
+
+    ``batches``: pairs of the model's arguments, a tuple, and labels of 0 and 1, one for each number
+    of the output. A report is ``ok`` if the two AUCs differ by no more than :data:`PAIRED`, and
+    what the pairs of rows add whose scores rounding ties.
+
+    Raises:
+        InputError: a score is NaN, a label neither 0 nor 1, or all labels are the same.
+    """
     a, labels = score(plain, batches)
     b, _ = score(fast, batches)
     limit = PAIRED + _near(a, b, labels)
@@ -149,16 +157,25 @@ def trained(
     seed: int = 0,
     progress: Callable[[str, int], None] = lambda name, step: None,
 ) -> AucReport:
-    """Train copies of both models on the same batches and compare them on ``test``.
+    """Train copies of both models on the same batches, one step a batch, and compare their AUC on
+    ``test``. Neither model is changed.
 
     Args:
+        batches, test: as in :func:`paired`.
         make: an optimizer of parameters. ``optimizer_of`` makes that of ``fast`` from the model,
             where it needs more than its parameters.
-        loss: of (output, labels).
-        controls: runs of the plain model with the rows of each batch in another order.
+        loss: of (output, labels), a scalar.
+        controls: runs of the plain model with the rows of each batch in another order, or, where
+            they cannot be reordered, with other rounding.
+        seed: of what the models draw, and of the orders.
         progress: called with the name of the run and the step.
 
-    Neither model is changed.
+    Returns:
+        A report, ``ok`` if the AUCs differ by no more than :data:`BEYOND` times what the farthest
+        control differs, and :data:`PAIRED`.
+
+    Raises:
+        InputError: as :func:`paired`.
     """
     copies = {"plain": copy.deepcopy(plain), "fast": copy.deepcopy(fast)}
     copies |= {f"control {k + 1}": copy.deepcopy(plain) for k in range(controls)}
