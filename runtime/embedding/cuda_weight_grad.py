@@ -11,7 +11,7 @@ from torch import Tensor
 from recast.runtime.embedding.call import Call
 from recast.runtime.embedding.cuda_classes import BLOCK, CODES, takes
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 
 
@@ -43,7 +43,7 @@ def sample_weights(call: Call, k: int, grad: Tensor, on: Gpu) -> Tensor | None:
     arguments: list[Argument] = [
         c_void_p(weight.data_ptr()), *map(c_int64, (*weight.shape, weight.stride(0))),
         c_void_p(ids.data_ptr()), c_int32(ids.dtype is torch.int64), c_int64(count),
-        c_void_p(None if offsets is None else offsets.data_ptr()),
+        pointer(offsets),
         c_int32(offsets is not None and offsets.dtype is torch.int64),
         c_int64(0 if offsets is None else len(offsets)), c_int64(max(1, ids.shape[-1])),
         c_int64(len(grad)), c_int64(-1 if padding is None else padding),

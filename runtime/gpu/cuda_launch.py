@@ -34,6 +34,11 @@ _LEAST = (8, 0)  # compute capability: asynchronous copies, products of bf16 and
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no opt-in
 
 
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor, as a kernel takes it; null for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel: its program, and its name there, a name expression or an ``extern "C"`` name.

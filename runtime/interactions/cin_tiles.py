@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import cublaslt, nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
@@ -84,7 +84,7 @@ class Tiles:
         bias = self.bias
         arguments = (
             *self._both(ends), c_void_p(packed.data_ptr()), c_int32(steps), c_int32(count),
-            c_void_p(None if bias is None else bias.data_ptr()),
+            pointer(bias),
             c_int64(0 if bias is None else bias.stride(0)), c_int32(outputs), c_int32(relu),
             c_void_p(out.data_ptr()),
         )  # fmt: skip

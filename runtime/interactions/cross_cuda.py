@@ -6,7 +6,7 @@ gradients of weights are sums over samples: two thin matrix products, left to to
 
 from __future__ import annotations
 
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 
 CONDITION = "float32, 1 to 8 layers, no autocast"
@@ -44,7 +44,7 @@ class Network:
 
     def forward(self, out: Tensor, beta: Tensor | None, threads: int) -> None:
         """Write the result to ``out`` (B, d)."""
-        self._launch(0, out, (_at(beta),), (_at(out),))
+        self._launch(0, out, (pointer(beta),), (pointer(out),))
 
     def backward(
         self, grad: Tensor, dx0: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor, dc: Tensor,
@@ -52,8 +52,8 @@ class Network:
     ) -> None:  # fmt: skip
         """Write the gradients; ``dw`` without the part due to the biases before each layer."""
         first, start = (self.rows.new_empty(len(self.rows), len(self.weights)) for _ in range(2))
-        results = tuple(map(_at, (dx0, dx, first, start)))
-        self._launch(1, grad, (_at(grad), c_int64(grad.stride(0))), results)
+        results = tuple(map(pointer, (dx0, dx, first, start)))
+        self._launch(1, grad, (pointer(grad), c_int64(grad.stride(0))), results)
         torch.mm(first.t(), self.rows, out=dw)
         if self.start is not None:
             dw.addmm_(start.t(), self.start)
@@ -65,11 +65,13 @@ class Network:
     ) -> None:
         batch, width = self.rows.shape
         read = [t for t in (self.rows, self.start, other) if t is not None]
-        kernel = _kernels(len(self.weights), self.start is not None, _vec(width, read))[which]
+        vec = columns_at_once(width, read)
+        kernel = _kernels(len(self.weights), self.start is not None, vec)[which]
         start = self.rows if self.start is None else self.start
         front = (
-            _at(self.rows), c_int64(self.rows.stride(0)), _at(start), c_int64(start.stride(0)),
-            _at(self.weights), _at(self.offsets),
+            pointer(self.rows), c_int64(self.rows.stride(0)),
+            pointer(start), c_int64(start.stride(0)),
+            pointer(self.weights), pointer(self.offsets),
         )  # fmt: skip
         sizes = (c_int32(width), c_int32(batch))
         grid = (-(-batch // (_BLOCK // 32)), 1, 1)
@@ -86,11 +88,7 @@ def network(
     return Network(gpu, rows, start, weights, offsets)
 
 
-def _vec(width: int, read: list[Tensor]) -> int:
-    """How many columns a lane may read at once."""
+def columns_at_once(width: int, read: list[Tensor]) -> int:
+    """How many columns a thread may read at once."""
     whole = not width % 4 and not any(t.stride(0) % 4 or t.data_ptr() % 16 for t in read)
     return 4 if whole else 1
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.cross_cuda import columns_at_once
 
 _BLOCK = 256
 _MOST_BLOCKS = 2**31 - 1
@@ -36,7 +37,7 @@ class CudaTail:
 
     def forward(self, x: Tensor, outer: Tensor | None, out: Tensor, threads: int) -> None:
         """Write the layer's value to ``out``, contiguous."""
-        self._launch(0, (x,), (*_rows(x), _at(outer)), (_at(out),))
+        self._launch(0, (x,), (*_rows(x), pointer(outer)), (pointer(out),))
 
     def backward(
         self, grad: Tensor, dm: Tensor, into: Tensor, dz: Tensor | None, inner: Tensor | None,
@@ -44,7 +45,9 @@ class CudaTail:
     ) -> None:  # fmt: skip
         """Write the gradients, all contiguous, and the sums that are not None."""
         flags = c_int32(fresh), c_int32(whole)
-        self._launch(1, (grad, into), (*_rows(grad), *flags), (_at(dm), _at(into), _at(dz)))
+        self._launch(
+            1, (grad, into), (*_rows(grad), *flags), (pointer(dm), pointer(into), pointer(dz))
+        )
         for values, total in ((dm, inner), (grad, outer), (dz, of_gate)):
             if total is not None and values is not None:
                 torch.sum(values, 0, out=total)
@@ -55,9 +58,9 @@ class CudaTail:
     ) -> None:  # fmt: skip
         batch, width = self.x0.shape
         read = [t for t in (self.x0, self.m, self.gate, *others) if t is not None]
-        vec = _vec(width, read)
+        vec = columns_at_once(width, read)
         front = (
-            *_rows(self.x0), *_rows(self.m), _at(self.inner),
+            *_rows(self.x0), *_rows(self.m), pointer(self.inner),
             *((c_void_p(None), c_int64(0)) if self.gate is None else _rows(self.gate)),
         )  # fmt: skip
         grid = (-(-batch * (width // vec) // _BLOCK), 1, 1)
@@ -71,15 +74,5 @@ def takes(x0: Tensor) -> bool:
     return -(-x0.numel() // _BLOCK) <= _MOST_BLOCKS
 
 
-def _vec(width: int, read: list[Tensor]) -> int:
-    """How many columns a thread may read at once."""
-    whole = not width % 4 and not any(t.stride(0) % 4 or t.data_ptr() % 16 for t in read)
-    return 4 if whole else 1
-
-
 def _rows(tensor: Tensor) -> tuple[c_void_p, c_int64]:
     return c_void_p(tensor.data_ptr()), c_int64(tensor.stride(0))
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())

@@ -18,6 +18,7 @@ from torch import Tensor
 from recast.runtime import checked
 from recast.runtime.embedding import cuda_classes
 from recast.runtime.embedding.call import Call, check_values
+from recast.runtime.gpu.cuda_launch import pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions import dot_warps
 from recast.runtime.interactions.dot_cuda import (
@@ -111,7 +112,7 @@ def ready(
     sources = gpu.upload(words)
     counts = _counts(gpu, call) if counting else None
     arguments = (
-        c_void_p(sources.data_ptr()), c_void_p(None if counts is None else counts.data_ptr()),
+        c_void_p(sources.data_ptr()), pointer(counts),
     )  # fmt: skip
     made = Interaction(gpu, rows, dtype, beside, out, pad, known, kernels, sources=arguments)
     made.aligned = aligned

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import products
 
@@ -153,7 +153,7 @@ class Mixture:
         logits = None if self.gate is None else z[:, self._wide :].data_ptr()
         arguments = (
             c_void_p(hidden.data_ptr()), *map(c_int64, hidden.stride()[:2]), c_void_p(logits),
-            c_int32(stride), c_void_p(None if bias is None else bias.data_ptr()), *given,
+            c_int32(stride), pointer(bias), *given,
             *map(c_int32, (*self.v.shape[:2], batch)), *results,
         )  # fmt: skip
         grid = (-(-batch * 32 // _BLOCK), 1, 1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES, rows_of
 from recast.runtime.interactions.index_copies import on_device
@@ -173,8 +173,8 @@ class Products:
             return False
         table = self.gpu.upload(self.at)
         arguments: tuple[Argument, ...] = (
-            _at(table), *map(c_int32, self.counts), *map(_at, self.pairs),
-            *map(c_int32, (pairs, self.dim, self.batch, lanes)), _at(out),
+            pointer(table), *map(c_int32, self.counts), *map(pointer, self.pairs),
+            *map(c_int32, (pairs, self.dim, self.batch, lanes)), pointer(out),
         )  # fmt: skip
         kernel = _rows_kernel(CODES[self.dtype], vec)
         self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), 16 * each, arguments)
@@ -195,12 +195,12 @@ class Products:
         of_vectors = c_void_p(found.data_ptr()), c_void_p(found.data_ptr() + 16 * pairs)
         self.gpu.launch(
             lists, (vectors, 1, 1), (_LIST_BLOCK, 1, 1), 0,
-            (*map(_at, self.pairs), c_int32(pairs), *map(c_int32, self.counts), *of_vectors),
+            (*map(pointer, self.pairs), c_int32(pairs), *map(c_int32, self.counts), *of_vectors),
         )  # fmt: skip
         into = [c_void_p(t[0].data_ptr() if t else None) for t in (left, right)]
         rest: tuple[Argument, ...] = (
-            _at(grad), *map(c_int64, grad.stride()[:2]), *of_vectors, *into,
-            _at(weight),
+            pointer(grad), *map(c_int64, grad.stride()[:2]), *of_vectors, *into,
+            pointer(weight),
         )  # fmt: skip
         self._launch(backward, form, _blocks(sum, vec), rest)
 
@@ -218,7 +218,7 @@ class Products:
     def _launch(self, kernel: Kernel, form: _Form, blocks: int, rest: Sequence[Argument]) -> None:
         rows, weight = self.gpu.upload(self.at), self.weight
         front: tuple[Argument, ...] = (
-            _at(rows), *map(c_int32, self.counts), *map(_at, self.pairs), _at(weight),
+            pointer(rows), *map(c_int32, self.counts), *map(pointer, self.pairs), pointer(weight),
             c_int64(0 if weight is None else weight.stride(0)),
             c_int32(len(self.pairs[0])), c_int32(self.dim), c_int32(self.batch),
             c_int32(form.samples), c_int32(form.pitch), c_int32(form.copy_lanes),
@@ -246,10 +246,6 @@ def _blocks(sum: int, vec: int) -> int:
     if vec > 4:
         return _WIDE_BLOCKS
     return _ALONE_BLOCKS if sum == COLUMNS else _BLOCKS
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def _together(tensor: Tensor, strides: Sequence[int]) -> int:

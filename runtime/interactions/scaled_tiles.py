@@ -19,7 +19,7 @@ settings allow TF32. A warp keeps its rows of x in registers, so that j goes up 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.gpu import cublaslt, gpu, nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
@@ -204,7 +204,7 @@ class _Call(NamedTuple):
     def of_rows(self, scale: Tensor) -> tuple[Argument, ...]:
         between, inner, depth = self.weight.shape
         return (
-            _at(self.x), c_int64(self.x.stride(0)), _at(scale), c_int64(len(self.x)),
+            pointer(self.x), c_int64(self.x.stride(0)), pointer(scale), c_int64(len(self.x)),
             *map(c_int32, (between, inner, depth)),
         )  # fmt: skip
 
@@ -216,8 +216,8 @@ class _Call(NamedTuple):
         kernel = self.kernel("scaled_pack")
         made = torch.empty(ways * tiles * words, dtype=torch.int32, device=self.x.device)
         arguments: tuple[Argument, ...] = (
-            _at(self.weight), *map(c_int64, self.weight.stride()),
-            *map(c_int32, (between, inner, depth)), _at(made),
+            pointer(self.weight), *map(c_int64, self.weight.stride()),
+            *map(c_int32, (between, inner, depth)), pointer(made),
         )  # fmt: skip
         self.there.launch(kernel, (-(-tiles // 8), ways, 1), (256, 1, 1), 0, arguments)
         return made
@@ -227,7 +227,7 @@ def _forward(there: Gpu, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     call = _Call(there, x, weight)
     out = x.new_empty(len(x), *weight.shape[:2])
     packed = call.packed(1)
-    arguments = (*call.of_rows(scale), _at(packed), _at(out))
+    arguments = (*call.of_rows(scale), pointer(packed), pointer(out))
     grid = (-(-len(x) // (_FORWARD // 2 * _TILES)), 1, 1)
     shared = 768 * call.groups * x.itemsize
     there.launch(call.kernel("scaled_tiles_forward"), grid, (_FORWARD, 1, 1), shared, arguments)
@@ -242,7 +242,7 @@ def _inputs(
     call = _Call(there, x, weight)
     packed = call.packed(2)
     arguments = (
-        *call.of_rows(scale), _at(packed), _at(grad), _at(ds), _at(dx),
+        *call.of_rows(scale), pointer(packed), pointer(grad), pointer(ds), pointer(dx),
         c_int32(ds is not None and ds is dx),
     )  # fmt: skip
     shared = 1536 * call.groups * x.itemsize + (24 << 10) * (x.itemsize == 4)
@@ -260,15 +260,11 @@ def _weight(there: Gpu, x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) 
     parts = -(-steps // each)
     sums = torch.empty(parts, count, depth, dtype=torch.float32, device=x.device)
     arguments: tuple[Argument, ...] = (
-        _at(x), c_int64(x.stride(0)), _at(scale), _at(grad), c_int64(len(x)),
-        *map(c_int32, (count, inner, depth)), c_int64(each), _at(sums),
+        pointer(x), c_int64(x.stride(0)), pointer(scale), pointer(grad), c_int64(len(x)),
+        *map(c_int32, (count, inner, depth)), c_int64(each), pointer(sums),
     )  # fmt: skip
     shared = 2 * 4 * 16 * (high + 8 + 32 * halves + 8)
     kernel = _of_weight(CODES[x.dtype], halves)
     there.launch(kernel, (across, parts, 1), (256, 1, 1), shared, arguments)
     found = sums[0] if parts == 1 else sums.sum(0)
     return found.view(weight.shape).to(weight.dtype)
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())

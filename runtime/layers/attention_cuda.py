@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_void_p
+from ctypes import c_float, c_int32
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor
 
 from recast.runtime.gpu import cublaslt, nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
@@ -98,8 +98,8 @@ class Attention:
         together = max(1, min(_GOAL // size, -(-2 * _BLOCK // max(queries, keys)), heads))
         kernel = _kernels(CODES[self.q.dtype], width)[which]
         arguments = (
-            _at(table), c_int32(heads), c_int32(together), c_int32(each), c_int32(queries),
-            c_int32(keys), c_float(scale), _at(noise), _at(weights),
+            pointer(table), c_int32(heads), c_int32(together), c_int32(each), c_int32(queries),
+            c_int32(keys), c_float(scale), pointer(noise), pointer(weights),
         )  # fmt: skip
         grid = (-(-heads // together), 1, 1)
         self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), together * size, arguments)
@@ -116,8 +116,8 @@ class Attention:
         sizes = width // 8, -(-keys // 8)
         kernel = _tile_kernels(CODES[self.q.dtype], *sizes, bare, _vec(every))[which]
         arguments: tuple[Argument, ...] = (
-            _at(table), *map(c_int32, (heads, each, queries, keys)), c_float(scale), _at(noise),
-            _at(weights),
+            pointer(table), *map(c_int32, (heads, each, queries, keys)), c_float(scale),
+            pointer(noise), pointer(weights),
         )  # fmt: skip
         grid = (-(-heads // warps), 1, 1)
         self.gpu.launch(kernel, grid, (32 * warps, 1, 1), warps * size, arguments)
@@ -163,7 +163,3 @@ def _vec(tensors: Sequence[Tensor]) -> int:
         return not any(n % vec for n in apart) and not t.data_ptr() % (vec * t.itemsize)
 
     return next(vec for vec in (4, 2, 1) if all(fits(t, vec) for t in tensors))
-
-
-def _at(tensor: Tensor | None) -> c_void_p:
-    return c_void_p(None if tensor is None else tensor.data_ptr())

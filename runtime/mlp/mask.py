@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF and RECAST_SUM
@@ -109,10 +109,7 @@ def activate(
     )  # fmt: skip
     gpu.launch(
         chosen, grid, (BLOCK, 1, 1), 0,
-        (
-            c_void_p(at), c_void_p(to), c_void_p(None if bits is None else bits.data_ptr()), bytes_,
-            c_void_p(None if seed is None else seed.data_ptr()), *numbers,
-        ),
+        (c_void_p(at), c_void_p(to), pointer(bits), bytes_, pointer(seed), *numbers),
     )  # fmt: skip
 
 
@@ -189,7 +186,7 @@ def gradient(
         chosen, grid, (BLOCK, 1, 1), 0,
         (
             c_void_p(at), c_void_p(read.data_ptr()), *between, c_void_p(to),
-            c_void_p(None if parts is None else parts.data_ptr()), *numbers,
+            pointer(parts), *numbers,
         ),
     )  # fmt: skip
     if sums is None or parts is None:

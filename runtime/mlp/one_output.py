@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime import fastest
+from recast.runtime.gpu.cuda_launch import pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.mlp import products as mlp_products
@@ -126,8 +127,7 @@ def read_once(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
         (mlp_mask.BLOCK, 1, 1), 0,
         (
             c_void_p(x.data_ptr()), c_int64(x.stride(0)), c_void_p(weight.data_ptr()),
-            c_void_p(None if bias is None else bias.data_ptr()), c_void_p(y.data_ptr()),
-            c_int32(rows), c_int32(n),
+            pointer(bias), c_void_p(y.data_ptr()), c_int32(rows), c_int32(n),
         ),
     )  # fmt: skip
     return y
@@ -151,8 +151,7 @@ def in_one(gpu: Gpu, layer: Layer) -> Grads:
         (
             c_void_p(g.data_ptr()), c_int64(g.stride(0)), c_void_p(weight.data_ptr()),
             c_void_p(x.data_ptr()), c_int64(x.stride(0)), c_int32(by),
-            c_void_p(None if bits is None else bits.data_ptr()),
-            c_int32(0 if bits is None else bits.shape[1]),
+            pointer(bits), c_int32(0 if bits is None else bits.shape[1]),
             c_float(1.0 if gate is None else gate.scale),
             c_void_p(dx.data_ptr()), c_void_p(parts.data_ptr()), c_int32(rows), c_int32(n),
         ),
@@ -172,8 +171,7 @@ def _join(
         (-(-columns // 32), 1, 1), (mlp_mask.BLOCK, 1, 1), 0,
         (
             c_void_p(parts.data_ptr()), c_int32(blocks), c_int32(columns // 2),
-            c_void_p(None if below is None else below.data_ptr()), c_void_p(weight.data_ptr()),
-            c_void_p(None if bias is None else bias.data_ptr()),
+            pointer(below), c_void_p(weight.data_ptr()), pointer(bias),
         ),
     )  # fmt: skip
 

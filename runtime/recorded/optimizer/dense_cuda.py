@@ -20,7 +20,7 @@ from torch import Tensor
 from recast.runtime import device
 from recast.runtime.gpu import gpu as gpus
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Kernel
+from recast.runtime.gpu.cuda_launch import Kernel, pointer
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
 
@@ -168,7 +168,7 @@ def step(
         _kernel(rule.code), (len(table) // 8, 1, 1), (_BLOCK, 1, 1), 0,
         (
             c_void_p(chunks.data_ptr()), c_void_p(rate.data_ptr()), c_int32(rule.flags),
-            *map(c_float, rule[3:]), c_void_p(None if found is None else found.data_ptr()),
+            *map(c_float, rule[3:]), pointer(found),
         ),
     )  # fmt: skip
     torch.autograd.graph.increment_version([w for t in targets for w in (t.parameter, *t.states)])
