@@ -32,6 +32,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import dot_cuda
+from recast.runtime.interactions.features import check_features, stacked
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = (
@@ -53,17 +54,13 @@ def reference(
 ) -> Tensor:
     """Plain torch. ``features``: (B, D) or (B, f, D) each; ``dense``: (B, d); ``li, lj``: (P,)."""
     check(features, dense, li, lj, pad)
-    stacked = torch.cat([_three(f) for f in features], 1)
-    products = torch.bmm(stacked, stacked.transpose(1, 2))
+    vectors = stacked(features)
+    products = torch.bmm(vectors, vectors.transpose(1, 2))
     parts = [] if dense is None else [dense]
     parts.append(products[:, li, lj])
     if pad:
         parts.append(products.new_zeros(products.shape[0], pad))
     return torch.cat(parts, 1)
-
-
-def _three(feature: Tensor) -> Tensor:
-    return feature.unsqueeze(1) if feature.dim() == 2 else feature
 
 
 def fake(
@@ -85,20 +82,11 @@ def check(
     features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
 ) -> None:
     """Raise InputError for shapes that do not fit; mixed dtypes (as in autocast) are promoted."""
-    if not features:
-        raise InputError("dot_interaction of no features")
-    first = features[0]
-    for k, f in enumerate(features):
-        if f.dim() not in (2, 3):
-            raise InputError(f"feature {k} has shape {tuple(f.shape)}, not (B, D) or (B, f, D)")
-        if f.shape[0] != first.shape[0] or f.shape[-1] != first.shape[-1]:
-            raise InputError(
-                f"feature {k} has shape {tuple(f.shape)}, feature 0 {tuple(first.shape)}",
-                why="all features share the batch size and the vector length",
-            )
-    if dense is not None and (dense.dim() != 2 or dense.shape[0] != first.shape[0]):
+    check_features(features, "dot_interaction")
+    batch = features[0].shape[0]
+    if dense is not None and (dense.dim() != 2 or dense.shape[0] != batch):
         raise InputError(
-            f"dense has shape {tuple(dense.shape)}, the batch size is {first.shape[0]}",
+            f"dense has shape {tuple(dense.shape)}, the batch size is {batch}",
             why="dense is (B, d)",
         )
     if li.dim() != 1 or li.shape != lj.shape:

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recast.errors import InputError
 from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import fm_cuda
+from recast.runtime.interactions.features import check_features, stacked
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor[] features, float scale, bool reduce) -> Tensor"
@@ -39,14 +39,10 @@ SCHEMA = "(Tensor[] features, float scale, bool reduce) -> Tensor"
 
 def reference(features: Sequence[Tensor], scale: float, reduce: bool) -> Tensor:
     """Plain torch. ``features``: (B, D) or (B, f, D) each."""
-    check(features)
-    stacked = torch.cat([_three(f) for f in features], 1)
-    out = scale * (stacked.sum(1).pow(2) - stacked.pow(2).sum(1))
+    check_features(features, "fm_interaction")
+    vectors = stacked(features)
+    out = scale * (vectors.sum(1).pow(2) - vectors.pow(2).sum(1))
     return out.sum(1, keepdim=True) if reduce else out
-
-
-def _three(feature: Tensor) -> Tensor:
-    return feature.unsqueeze(1) if feature.dim() == 2 else feature
 
 
 def fake(features: Sequence[Tensor], scale: float, reduce: bool) -> Tensor:
@@ -54,21 +50,6 @@ def fake(features: Sequence[Tensor], scale: float, reduce: bool) -> Tensor:
     first = features[0]
     dtype = fold(torch.promote_types, (t.dtype for t in features))
     return first.new_empty((first.shape[0], 1 if reduce else first.shape[-1]), dtype=dtype)
-
-
-def check(features: Sequence[Tensor]) -> None:
-    """Raise InputError for shapes that do not fit; mixed dtypes are promoted, as ``cat`` does."""
-    if not features:
-        raise InputError("fm_interaction of no features")
-    first = features[0]
-    for k, f in enumerate(features):
-        if f.dim() not in (2, 3):
-            raise InputError(f"feature {k} has shape {tuple(f.shape)}, not (B, D) or (B, f, D)")
-        if f.shape[0] != first.shape[0] or f.shape[-1] != first.shape[-1]:
-            raise InputError(
-                f"feature {k} has shape {tuple(f.shape)}, feature 0 {tuple(first.shape)}",
-                why="all features share the batch size and the vector length",
-            )
 
 
 # ---------------------------------------------------------------- the kernels
@@ -111,7 +92,7 @@ def _call(features: list[Tensor], scale: float, reduce: bool) -> Call | None:
     """The call for the device's kernels; None if they do not support it."""
     there = gpu.serving(features[0]) if features else None
     if there is not None:
-        check(features)
+        check_features(features, "fm_interaction")
         return fm_cuda.interaction(there, features, scale, reduce)
     extension = device.extension()
     if extension is None or not all(f.is_cpu for f in features):
@@ -155,7 +136,7 @@ def _differentiable_backward(
     features: Sequence[Tensor], scale: float, grad: Tensor
 ) -> list[Tensor]:
     """The formula itself, in torch."""
-    total = torch.cat([_three(f) for f in features], 1).sum(1)
+    total = stacked(features).sum(1)
     upstream = 2 * scale * grad
     return [
         upstream * (total - f) if f.dim() == 2 else upstream.unsqueeze(1) * (total.unsqueeze(1) - f)

@@ -29,6 +29,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import pair_cuda
+from recast.runtime.interactions.features import check_features, stacked
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor[] left, Tensor[] right, Tensor li, Tensor lj, Tensor? weight, str sum) -> Tensor"
@@ -64,13 +65,6 @@ def reference(
     return pooled if sum == "pairs" else pooled.sum(1, keepdim=True)
 
 
-def stacked(features: Sequence[Tensor]) -> Tensor:
-    """(B, F, D) of (B, D) and (B, f, D) ones."""
-    if len(features) == 1 and features[0].dim() == 3:
-        return features[0]
-    return torch.cat([f.unsqueeze(1) if f.dim() == 2 else f for f in features], 1)
-
-
 def fake(
     left: Sequence[Tensor],
     right: Sequence[Tensor],
@@ -102,29 +96,14 @@ def check(
     sum: str,
 ) -> None:
     """Raise InputError for shapes that do not fit; mixed dtypes are promoted, as ``*`` does."""
-    check_pairs(left, right, li, lj)
+    check_features([*left, *right] if left else [], "products of pairs")
+    if li.dim() != 1 or li.shape != lj.shape:
+        raise InputError(f"li and lj have shapes {tuple(li.shape)} and {tuple(lj.shape)}")
     if sum not in SUMS:
         raise InputError(f"sum is {sum!r}", why=f"one of {', '.join(SUMS)}")
     wanted = (left[0].shape[0], li.shape[0])
     if weight is not None and tuple(weight.shape) != wanted:
         raise InputError(f"weight has shape {tuple(weight.shape)}", why=f"(batch, pairs): {wanted}")
-
-
-def check_pairs(left: Sequence[Tensor], right: Sequence[Tensor], li: Tensor, lj: Tensor) -> None:
-    """Raise what is wrong with vectors and the pairs of them."""
-    if not left:
-        raise InputError("products of pairs of no features")
-    first = left[0]
-    for k, f in enumerate([*left, *right]):
-        if f.dim() not in (2, 3):
-            raise InputError(f"feature {k} has shape {tuple(f.shape)}, not (B, D) or (B, f, D)")
-        if f.shape[0] != first.shape[0] or f.shape[-1] != first.shape[-1]:
-            raise InputError(
-                f"feature {k} has shape {tuple(f.shape)}, feature 0 {tuple(first.shape)}",
-                why="all features share the batch size and the vector length",
-            )
-    if li.dim() != 1 or li.shape != lj.shape:
-        raise InputError(f"li and lj have shapes {tuple(li.shape)} and {tuple(lj.shape)}")
 
 
 # ---------------------------------------------------------------- the kernels
