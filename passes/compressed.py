@@ -25,6 +25,7 @@ from .leaf import (
     differs,
     einsum_of,
     human,
+    is_fixed,
     linear_of,
     module_of,
     plural,
@@ -165,7 +166,7 @@ def _mixed(node: Node, root: nn.Module) -> _Mixed | None:
         return _einsums(node)
     if is_call(node, torch.matmul) and len(node.args) == 2:
         weight, flat = node.args
-        if isinstance(weight, Node) and rank(flat) == 3 and _static(weight, 2):
+        if isinstance(weight, Node) and rank(flat) == 3 and is_fixed(weight, 2):
             return _Mixed(Weights(weight), (node,), flat=flat)
         return None
     return _turned(node, root)
@@ -184,19 +185,13 @@ def _unlike(node: Node, conv: nn.Conv1d) -> Miss | None:
     )
 
 
-def _static(node: Node, dims: int) -> bool:
-    """Whether ``node`` has ``dims`` dimensions, none of which is the batch."""
-    spec = spec_of(node)
-    return spec is not None and len(spec.shape) == dims and all(type(d) is int for d in spec.shape)
-
-
 def _einsums(node: Node) -> _Mixed | None:
     """``"bhmd,ohm->bod"`` of products, or ``"bhd,bmd,ohm->bod"``, in any order of operands."""
     found = einsum_of(node)
     if found is None or found.output is None or len(found.operands) not in (2, 3):
         return None
     given = list(zip(found.terms, found.operands, strict=True))
-    held = [k for k, (_, v) in enumerate(given) if isinstance(v, Node) and _static(v, 3)]
+    held = [k for k, (_, v) in enumerate(given) if isinstance(v, Node) and is_fixed(v, 3)]
     if len(held) != 1 or not "".join(found.terms).isalpha():
         return None
     term, weight = given.pop(held[0])
@@ -232,7 +227,7 @@ def _turned(node: Node, root: nn.Module) -> _Mixed | None:
     if linear is None:
         return None
     turned, weight, bias, miss = linear
-    known = isinstance(weight, Attr) or (isinstance(weight, Node) and _static(weight, 2))
+    known = isinstance(weight, Attr) or (isinstance(weight, Node) and is_fixed(weight, 2))
     if not known or not _turns(turned):
         return None
     dead = (turned,) if sole_user(turned) is layer else ()

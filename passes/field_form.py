@@ -92,12 +92,6 @@ def pays(fields: int, pairs: int) -> bool:
     return pairs >= _FEWEST and fields * fields <= _EMPTY * pairs
 
 
-def is_fixed(node: Node, dims: int) -> bool:
-    """Whether ``node`` has ``dims`` known sizes, none of which is the batch."""
-    spec = spec_of(node)
-    return spec is not None and len(spec.shape) == dims and all(type(d) is int for d in spec.shape)
-
-
 def gathered(
     node: Node,
     core: Sequence[Node],

@@ -26,8 +26,8 @@ from torch import nn
 from recast.rewriter.ir import Node, is_call, sole_user
 from recast.rewriter.rule import Answer, Build, Match
 
-from .field_form import Found, dim_of, form_of, form_rule, gathered, is_fixed, pays, places
-from .leaf import argument, einsum_of, spec_of, tensor_at
+from .field_form import Found, dim_of, form_of, form_rule, gathered, pays, places
+from .leaf import argument, einsum_of, is_fixed, spec_of, tensor_at
 from .pair_linears import Layer, layer_of, weights_of
 from .pair_parts import summed
 from .pair_vectors import Side, Vector, closed, count_of, side, vector

@@ -126,6 +126,12 @@ def rank(node: Any) -> int | None:
     return None if spec is None else len(spec.shape)
 
 
+def is_fixed(node: Node, dims: int) -> bool:
+    """Whether ``node`` has ``dims`` known sizes, none of which is the batch."""
+    spec = spec_of(node)
+    return spec is not None and len(spec.shape) == dims and all(type(d) is int for d in spec.shape)
+
+
 def tensor_at(node: Any, root: nn.Module) -> torch.Tensor | None:
     """The tensor behind a ``get_attr`` node; None for anything else."""
     if not isinstance(node, Node) or node.op != "get_attr":
