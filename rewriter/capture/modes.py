@@ -55,21 +55,8 @@ def trace_modes(
                     numbers.add(error.number)
                     continue
                 first = first or error
-                left = [code for code in error.inside if code not in outside]
-                if not asked_again(error) <= kept:
-                    kept |= asked_again(error)
-                elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
-                    kept.add("numpy")
-                elif left and len(outside) < ATTEMPTS:
-                    outside[left[0]] = error
-                elif error.outside in outside and not first.transform:
-                    inner = outside[error.outside]  # what is in the way inside it
-                    inner.why = f"{inner.why}; {error.why}"
-                    raise inner from None
-                elif outside and not first.transform and not error.error:
-                    raise  # the one that got further
-                else:
-                    raise first from None
+                if not _another_way(error, kept, outside):
+                    raise _reason(first, error, outside) from None
 
     plain = False
     try:
@@ -89,6 +76,33 @@ def trace_modes(
     if _all(trained) == _all(evaluated):
         return {"both": evaluated}
     return {"train": trained, "eval": evaluated}
+
+
+def _another_way(error: Refused, kept: set[str], outside: dict[CodeType, Refused]) -> bool:
+    """Whether a trace that was refused with ``error`` may succeed in another way, which is added to
+    ``kept``, the sizes that stay real, or to ``outside``, the functions that run as one call.
+    """
+    left = [code for code in error.inside if code not in outside]
+    if not asked_again(error) <= kept:
+        kept |= asked_again(error)
+    elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
+        kept.add("numpy")
+    elif left and len(outside) < ATTEMPTS:
+        outside[left[0]] = error
+    else:
+        return False
+    return True
+
+
+def _reason(first: Refused, last: Refused, outside: dict[CodeType, Refused]) -> Refused:
+    """Which of the refusals to tell, when there is no other way."""
+    if first.transform:
+        return first
+    if last.outside in outside:
+        inner = outside[last.outside]  # what is in the way inside it
+        inner.why = f"{inner.why}; {last.why}"
+        return inner
+    return last if outside and not last.error else first  # the one that got further
 
 
 def _all(traced: Traced) -> tuple[Any, ...]:
