@@ -1,4 +1,4 @@
-"""Meaningless arguments are refused with a reason; they used to be accepted silently."""
+"""Meaningless arguments are refused with a reason."""
 
 from __future__ import annotations
 

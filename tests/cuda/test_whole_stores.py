@@ -1,5 +1,5 @@
-"""A pack is stored by one instruction, even if another branch stores its elements one by one: the
-compiler used to split the former too, so every result of a lookup took four times the stores.
+"""A pack is stored by one instruction, even if another branch stores its elements one by one. A
+compiler may split both, and every result of a lookup then takes four times the stores.
 """
 
 from __future__ import annotations
