@@ -18,7 +18,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, bytes_of, human, plural, rank, tensor_at
+from .leaf import argument, bytes_of, human, on_gpu, plural, rank, tensor_at
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -57,7 +57,7 @@ def _unlike(call: Node, root: nn.Module, everywhere: bool) -> Miss | None:
     """Why the interaction cannot do these lookups itself, or None."""
     weights, ids, _, factors, _, mode, _, _, sparse, *_ = call.args
     tables = [tensor_at(weight, root) for weight in weights]  # type: ignore[union-attr]
-    if not everywhere and not all(t is not None and t.is_cuda for t in tables):
+    if not everywhere and not on_gpu(call, root):
         return Miss(call, "its tables are not on a GPU")
     if len({tuple(t.shape[1:]) for t in tables if t is not None}) != 1:
         return Miss(call, "tables of several widths")

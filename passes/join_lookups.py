@@ -18,7 +18,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, extra, human, plural, rank, spec_of, tensor_at
+from .leaf import argument, extra, human, on_gpu, plural, rank, spec_of
 from .overlap import place_of
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
         call = next((c for c in map(_call_of, parts) if c is not None), None)
         if call is None:
             return None
-        tables = [tensor_at(table, root) for table in call.args[0]]  # type: ignore[union-attr]
-        if not everywhere and not all(t is not None and t.is_cuda for t in tables):
+        if not everywhere and not on_gpu(call, root):
             return None
         number = {item: int(key) for key, item in items(call)}
         for part in parts:

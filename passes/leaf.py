@@ -209,6 +209,12 @@ def device_of(root: nn.Module) -> str:
     return "cpu" if first is None else first.device.type
 
 
+def on_gpu(lookups: Node, root: nn.Module) -> bool:
+    """Whether all tables of a call of lookups are on a GPU."""
+    tables = [tensor_at(table, root) for table in lookups.args[0]]  # type: ignore[union-attr]
+    return all(t is not None and t.is_cuda for t in tables)
+
+
 def unpaid(op: str, node: Node, root: nn.Module) -> Miss | None:
     """Why the op gains nothing on this model's device, or None when it pays."""
     device = device_of(root)

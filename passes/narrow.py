@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, depends, is_call, items, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, bytes_of, differs, human, module_of, plural, tensor_at
+from .leaf import argument, bytes_of, differs, human, module_of, on_gpu, plural
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -95,8 +95,7 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
     def match(node: Node, root: nn.Module) -> Answer:
         if not is_call(node, *_NARROW) or len(node.args) > _NARROW[node.target]:  # type: ignore[index]
             return None
-        tables = [tensor_at(table, root) for table in node.args[0]]  # type: ignore[union-attr]
-        if not everywhere and not all(t is not None and t.is_cuda for t in tables):
+        if not everywhere and not on_gpu(node, root):
             return None
         outputs = [item for _, item in sorted(items(node), key=lambda found: found[0])]
         # When lookups are joined to a matrix, it is the matrix that becomes narrow.

@@ -32,7 +32,7 @@ from recast.rewriter.ir import (
 from recast.rewriter.report.journal import Fired, Missed
 from recast.rewriter.rule import Miss
 
-from .leaf import module_of, plural, tensor_at
+from .leaf import module_of, on_gpu, plural
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -109,10 +109,8 @@ def _rewrite(call: Node, at: Place, name: str) -> None:
 
 def _lookups(graph: Graph, root: nn.Module, everywhere: bool) -> Iterator[Node]:
     for node in list(graph.nodes):
-        if is_call(node, _BAGS):
-            tables = [tensor_at(table, root) for table in node.args[0]]  # type: ignore[union-attr]
-            if everywhere or all(t is not None and t.is_cuda for t in tables):
-                yield node
+        if is_call(node, _BAGS) and (everywhere or on_gpu(node, root)):
+            yield node
 
 
 @dataclass(frozen=True)
