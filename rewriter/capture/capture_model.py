@@ -237,19 +237,24 @@ def capture_part(
             _parts(captured, signature, {""})
             captured.kind = "partial" if captured.parts else "none"
             return captured
-    names = [n.name for n in next(iter(captured.traced.values())).graph.nodes]
-    baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
-    whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
-    whole.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
-    whole.computed_dtypes = any(t.computed_dtypes for t in captured.traced.values())
-    floats = (p.dtype for p in root.parameters() if p.is_floating_point())
-    whole.dtype = next(floats, None)
-    squeezes = [t.squeezes for t in captured.traced.values()]
-    captured.signature = relying(whole, squeezes, (first, second), sizes)
+    captured.signature = _relied_on(captured, whole, sizes)
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
     captured.notes += _taken_for_granted(captured)
     _opaque_parts(captured, signature, reasons)
     return captured
+
+
+def _relied_on(captured: Captured, signature: Signature, sizes: tuple[int, int]) -> Signature:
+    """``signature``, which tells all of the examples, as far as the traces rely on it."""
+    traced = list(captured.traced.values())
+    names = [n.name for n in traced[0].graph.nodes]
+    baked = {names.index(n) for t in traced for n in t.baked}
+    signature.fixed = tuple((k, held) for k, held in signature.fixed if k in baked)
+    signature.strict_dtypes = any(t.strict_dtypes for t in traced)
+    signature.computed_dtypes = any(t.computed_dtypes for t in traced)
+    floats = (p.dtype for p in captured.root.parameters() if p.is_floating_point())
+    signature.dtype = next(floats, None)
+    return relying(signature, [t.squeezes for t in traced], captured.batches, sizes)
 
 
 def _taken_for_granted(captured: Captured) -> list[str]:
