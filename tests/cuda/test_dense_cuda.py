@@ -13,8 +13,8 @@ import emulated_gpu
 import pytest
 import torch
 from emulated_gpu import Emulated
+from seen_ops import SeenOps
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import device
 from recast.runtime.recorded import recording
@@ -249,16 +249,10 @@ def test_steps_are_counted_without_asking_the_device(gpu: Emulated) -> None:
     ours.param_groups[0]["capturable"] = True
     gradients(ours, 1)
     ours.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
-    seen: list[str] = []
-
-    class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Noting():
+    with SeenOps() as seen:
         stepped(ours)
-    assert "aten._foreach_add_.Tensor" in seen and "aten._local_scalar_dense.default" not in seen
+    assert "aten._foreach_add_.Tensor" in seen.names
+    assert "aten._local_scalar_dense.default" not in seen.names
 
 
 def test_a_launch_for_each_group(gpu: Emulated) -> None:

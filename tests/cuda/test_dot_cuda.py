@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import emulated_gpu
 import pytest
 import torch
+from seen_ops import SeenOps
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
 from recast.runtime.interactions import dot_pairs
@@ -148,20 +148,11 @@ def test_tracing_and_transforms_under_autocast_see_plain_torch(
 
 
 def test_a_dispatch_mode_under_autocast_sees_the_op_once(emulated: emulated_gpu.Emulated) -> None:
-    class Seen(TorchDispatchMode):
-        ops: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     x = rand(3, 4, 8).requires_grad_()
-    with torch.autocast("cpu", BF16), Seen() as seen:
+    with torch.autocast("cpu", BF16), SeenOps() as seen:
         out = DOT([x], None, *lower(4), 0)
     assert out.dtype == BF16 and out.requires_grad
-    assert seen.ops.count(str(DOT)) == 1 and "aten.bmm.default" not in seen.ops
+    assert seen.names.count(str(DOT)) == 1 and "aten.bmm.default" not in seen.names
 
 
 # ---------------------------------------------------------------- TF32

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from seen_ops import SeenOps
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import OPS, device, tolerances
 from recast.runtime.mlp import mlp as mlp_file
@@ -18,18 +18,6 @@ from recast.runtime.rows.grad import RowGrad
 
 BAGS, DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target
 MLP, DROP = OPS["mlp"].target, OPS["relu_dropout"].target
-
-
-class Seen(TorchDispatchMode):
-    """Collects the ops that reach the dispatcher below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def bags(grad: bool = True, modes: tuple[str, ...] = ("sum", "mean")) -> tuple[Any, ...]:
@@ -54,10 +42,10 @@ def chain(x: Tensor, grad: bool = True) -> tuple[Any, ...]:
 def test_a_dispatch_mode_sees_the_op_once(grad: bool) -> None:
     """It sees no embedding, bmm or index of plain torch."""
     for target, args in ((BAGS, bags(grad)), (DOT, pairs(grad))):
-        with Seen() as seen:
+        with SeenOps() as seen:
             outs = target(*args)
-        assert seen.ops.count(str(target)) == 1
-        assert not [op for op in seen.ops if "aten" in op and ("embedding" in op or "mm" in op)]
+        assert seen.names.count(str(target)) == 1
+        assert not [*seen.of_torch("embedding"), *seen.of_torch("mm")]
         outs = outs if isinstance(outs, list) else [outs]
         assert all(o.requires_grad == grad for o in outs)
         if grad:
