@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -205,21 +205,16 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     if not spec.dtype.is_floating_point or not isinstance(sizes[1], int):
         return None
-    stack = found.stack
-    turned: tuple[Node, ...] = ()
-    if found.along == 2:
-        opened = _upright(stack)
-        if opened is None and found.product:
-            return None
-        if opened is None:
-            return Miss(
-                node,
-                f"the vectors it weighs lie along dimension 2 of {stack.name}",
-                ("stack them along dimension 1: (batch, vectors, width)",),
-            )
-        stack, turned, pieces, stacking = opened
-    else:
-        pieces, stacking = pieces_of(stack)
+    opened = _stack_of(found.stack, found.along)
+    if opened is None and found.product:
+        return None
+    if opened is None:
+        return Miss(
+            node,
+            f"the vectors it weighs lie along dimension 2 of {found.stack.name}",
+            ("stack them along dimension 1: (batch, vectors, width)",),
+        )
+    stack, turned, pieces, stacking = opened
     readers = set(found.nodes) | set(turned)
     if set(stack.users) - readers and pieces == ((stack, 0),):
         stacking = ()
@@ -278,18 +273,29 @@ def _match_added(node: Node, root: nn.Module) -> Answer:
     return unpaid("gated_sums", node, root) or Match(nodes, [node], what)
 
 
-def _upright(
-    stack: Node,
-) -> tuple[Node, tuple[Node, ...], tuple[Piece, ...], tuple[Node, ...]] | None:
-    """The (B, E, D) form of a (B, D, E) stack, or what it was stacked from."""
+class _Stack(NamedTuple):
+    """A stack (B, E, D), the node that turned it, what it is stacked from, and by which nodes."""
+
+    stack: Node
+    turned: tuple[Node, ...]
+    pieces: tuple[Piece, ...]
+    stacking: tuple[Node, ...]
+
+
+def _stack_of(stack: Node, along: int) -> _Stack | None:
+    """The vectors ``along`` dimension 1 of ``stack``, or 2: then None where it is not known how
+    they lie along the other.
+    """
+    if along != 2:
+        return _Stack(stack, (), *pieces_of(stack))
     if is_call(stack, torch.stack) and argument(stack, 1, "dim", 0) in (2, -1):
-        return stack, (), tuple((n, 0) for n in argument(stack, 0, "tensors")), (stack,)
+        pieces = tuple((n, 0) for n in argument(stack, 0, "tensors"))
+        return _Stack(stack, (), pieces, (stack,))
     if is_call(stack, torch.transpose):
         dims = {argument(stack, 1, "dim0"), argument(stack, 2, "dim1")}
         if dims in ({1, 2}, {-1, -2}):
             inner = argument(stack, 0, "input")
-            pieces, stacking = pieces_of(inner)
-            return inner, (stack,), pieces, stacking
+            return _Stack(inner, (stack,), *pieces_of(inner))
     return None
 
 
