@@ -128,22 +128,8 @@ def trace(
     if isinstance(written, str) or not all(map(_entry, written.values())):
         changed = written if isinstance(written, str) else "an argument"
         raise refusal(f"forward changes what is in {changed}: its caller sees that", None, "")
-    if (
-        "type" not in sizes_kept
-        and (name := code_names.asks_type(tracer.reading.codes)) is not None
-    ):
-        refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
-        refused.size = "type"
-        raise refused
-    if "isinstance" not in sizes_kept and not numbers and _takes_numbers(tracer):
-        refused = refusal("forward asks what kind of value a number of the batch is", None, "")
-        refused.size = "isinstance"
-        raise refused
-    for (question, of, held, label), home in shared:
-        if not held.same(question(*of)):
-            name = label.removeprefix(f"{home}.")
-            where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
-            raise refusal(f"forward changes {name}{_of(home)}", where, "")
+    _check_kinds(tracer, sizes_kept, bool(numbers))
+    _check_shared(tracer, shared)
     try:
         return _finish(tracer, result, before, written, partial(_kept, tracer, signature, first))
     except NotComparable as error:
@@ -159,6 +145,30 @@ def _check_unregistered(hidden: list[tuple[str, dict[str, Any], dict[str, Any]]]
                 refused = refusal(f"forward changes {name} of a module in self.{where}", None, "")
                 refused.tries = UNREGISTERED
                 raise refused
+
+
+def _check_kinds(tracer: Tracer, sizes_kept: frozenset[str], numbers: bool) -> None:
+    """Refuse a forward that may see that a traced value is of another type, unless types are told
+    as they are (``sizes_kept``) or, of numbers, it keeps some.
+    """
+    name = code_names.asks_type(tracer.reading.codes) if "type" not in sizes_kept else None
+    if name is not None:
+        refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
+        refused.size = "type"
+        raise refused
+    if "isinstance" not in sizes_kept and not numbers and _takes_numbers(tracer):
+        refused = refusal("forward asks what kind of value a number of the batch is", None, "")
+        refused.size = "isinstance"
+        raise refused
+
+
+def _check_shared(tracer: Tracer, shared: list[tuple[Check, str]]) -> None:
+    """Refuse a forward that changed a global or an attribute of a class."""
+    for (question, of, held, label), home in shared:
+        if not held.same(question(*of)):
+            name = label.removeprefix(f"{home}.")
+            where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
+            raise refusal(f"forward changes {name}{_of(home)}", where, "")
 
 
 def _takes_numbers(tracer: Tracer) -> bool:
@@ -280,19 +290,33 @@ def _finish(
     read = {n.target for g in (graph, asks) if g is not None for n in g.nodes if n.op == "get_attr"}
     numbers = {path: pair for path, pair in tracer.numbers.items() if path in {*read, *stores}}
     return Traced(
-        graph, frozenset(tracer.forks), guards, asks, by_size, tuple(stores), template,
-        frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
-        tracer.bakes_computed_dtypes,
-        tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
-        (
+        graph,
+        forks=frozenset(tracer.forks),
+        guards=guards,
+        asks=asks,
+        by_size=by_size,
+        stores=tuple(stores),
+        template=template,
+        baked=frozenset(n.name for n in tracer.baked),
+        strict_dtypes=tracer.bakes_dtypes,
+        computed_dtypes=tracer.bakes_computed_dtypes,
+        reads=tuple((path, name, value) for (path, name), value in reading.plain.items()),
+        leaves=tuple(left),
+        taken=(
             *taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
             *(_number(path, pair) for path, pair in numbers.items()),
         ),
-        tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
-        any(map(code_names.catches, reading.codes)),
-        tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
-        tuple(reading.prints), (*numbers,), squeezes,
-    )  # fmt: skip
+        opaque_calls=tuple(
+            f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()
+        ),
+        catches=any(map(code_names.catches, reading.codes)),
+        argument_writes=tuple(
+            (at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()
+        ),
+        prints=tuple(reading.prints),
+        numbers=tuple(numbers),
+        squeezes=squeezes,
+    )
 
 
 def _number(path: str, pair: tuple[Any, ...]) -> BakedValue:
