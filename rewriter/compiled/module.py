@@ -177,7 +177,7 @@ class Compiled(nn.Module):
 
     def ragged_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """The tensors of this batch to which ids may be appended without effect, since they are cut
-        by offsets with an end. None if the plain forward would run.
+        by offsets with an end. There are none if the plain forward would run.
         """
         signature = self._runner.signature
         # What decides which graph runs must not change with the number of ids.
@@ -186,7 +186,7 @@ class Compiled(nn.Module):
 
     def looked_up_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """The tensors of this batch that are used only as ids and offsets of lookups, which may be
-        int32 or int64. None if the plain forward would run, or if forward reads dtypes.
+        int32 or int64. There are none if the plain forward would run, or forward reads dtypes.
         """
         signature = self._runner.signature
         if signature is None or signature.strict_dtypes:

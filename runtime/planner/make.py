@@ -38,6 +38,8 @@ def plan(
     """The plan that fits into memory and makes the slowest rank of a training step fastest.
 
     Args:
+        loads: what each table demands in a step: ids, lookups, optimizer state.
+        topology: the machines; its ``ranks`` are those of the plan.
         batch: samples per rank.
         pins: by table name, a sharding type or a whole Placement.
         column_slice_threshold, row_slice_threshold, data_parallel_threshold: in elements, see
@@ -49,6 +51,10 @@ def plan(
 
     Tables are put into host memory only if the devices cannot hold all of them. Deterministic:
     equal arguments give equal plans, on every machine and rank.
+
+    Returns:
+        A plan whose ``cost`` is the modelled time of a step on the slowest rank, and whose
+        ``lower_bound`` no plan with the same options can go below, both in milliseconds.
 
     Raises:
         UsageError: wrong arguments.
