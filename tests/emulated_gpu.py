@@ -10,7 +10,6 @@ driver would not do.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from recast.runtime.gpu import gpu
 from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no opt-in
-_INTEGERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
 
 
 class Emulated:
