@@ -42,22 +42,25 @@ def functional(tracer: Tracer) -> None:
         if node.op != "call_function" or plain is None:
             continue
         storage: Any = tracer.storages.get(node)
-        old = node.args[0]
         if storage is None:  # a python number
             node.target = plain
-        elif isinstance(old, Node) and _fresh(old) and _same_type(tracer, node):
-            after = [n for n in owners[storage] if depends(n, {node})]
-            # Besides ``old``: a layer may hand on what it got, as dropout does in eval mode.
-            before = [n for n in owners[storage] if n not in after]
-            seen = before + _elsewhere(before, node, tracer, owners, sharing)
-            if old in before and all(_fresh(n) and _last(n, node, place) for n in seen):
-                node.target = plain
-                tracer.overwritten.update(before)  # in the examples, where it was done in place
-                node._rename(plain.__name__.rstrip("_"))
-                for n in after:  # what follows lives in the new tensor
-                    tracer.storages[n] = -place[node]
-                owners[storage] = before
-                owners[-place[node]] = after
+            continue
+        old = node.args[0]
+        if not isinstance(old, Node) or not _fresh(old) or not _same_type(tracer, node):
+            continue
+        after = [n for n in owners[storage] if depends(n, {node})]
+        # Besides ``old``: a layer may hand on what it got, as dropout does in eval mode.
+        before = [n for n in owners[storage] if n not in after]
+        seen = before + _elsewhere(before, node, tracer, owners, sharing)
+        if old not in before or not all(_fresh(n) and _last(n, node, place) for n in seen):
+            continue
+        node.target = plain
+        tracer.overwritten.update(before)  # in the examples, where it was done in place
+        node._rename(plain.__name__.rstrip("_"))
+        for n in after:  # what follows lives in the new tensor
+            tracer.storages[n] = -place[node]
+        owners[storage] = before
+        owners[-place[node]] = after
     targets = (target(n, tracer) for n in tracer.graph.nodes)
     written = (tracer.storages.get(t) for t in targets if t is not None)
     tracer.written = {storage for storage in written if storage is not None} | tracer.outs
