@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from models import CASES, build
@@ -12,6 +13,8 @@ from recast.rewriter import pipeline
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.pipeline import Context
 from recast.rewriter.report import dump
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -23,8 +26,12 @@ def test_dump_after_each_pass(name: str, golden: Callable[[str, str], None]) -> 
         context = Context(captured.root, batches=captured.batches, sizes=captured.sizes)
         title = captured.name if mode == "both" else f"{captured.name} {mode}"
         folder = f"passes/{name}" if mode == "both" else f"passes/{name}.{mode}"
-        golden(f"{folder}/0-capture.txt", dump.text(graph, captured.root, title))
+        names = ["0-capture.txt"]
+        golden(f"{folder}/{names[0]}", dump.text(graph, captured.root, title))
         for k, one in enumerate(passes.PIPELINE, 1):
             pipeline.run(graph, [one], context)
             if context.journal.steps[-1].changed:
-                golden(f"{folder}/{k}-{one.name}.txt", dump.text(graph, captured.root, title))
+                names.append(f"{k}-{one.name}.txt")
+                golden(f"{folder}/{names[-1]}", dump.text(graph, captured.root, title))
+        left = {path.name for path in (GOLDEN / folder).iterdir()}.difference(names)
+        assert not left, f"to be removed from {folder}: no pass writes them"
