@@ -10,24 +10,8 @@
 #include "isa.h"
 #include "parallel.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-// All instruction sets must round alike, so a * b + c stays two operations.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=off", "no-math-errno")
-#endif
-
 #define RECAST_KERNEL "row_update_kernel.h"
-#include "each_isa.h"
-
-#if !defined(__clang__)
-#pragma GCC pop_options
-#endif
+#include "each_isa_exact.h"
 
 namespace recast::rows {
 
