@@ -25,6 +25,8 @@ from recast.rewriter.rule import resolve
 from .copies import beside_torch, generators_of
 
 _DRAWING = ("random", "numpy")
+# Of all at once. Torch 2.11 has none; nor may a subclass of Tensor.
+_CLONE = getattr(torch, "_foreach_clone", None)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Snapshot:
 
 
 def _cloned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    if {*map(type, tensors)} == {torch.Tensor}:  # a subclass may not know this operator
-        return list(torch._foreach_clone(tensors))
+    if _CLONE is not None and {*map(type, tensors)} == {torch.Tensor}:
+        return list(_CLONE(tensors))
     return [one.detach().clone() for one in tensors]
 
 

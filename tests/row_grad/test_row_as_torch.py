@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -224,6 +225,8 @@ def test_states_are_in_the_order_of_torch(make: Callable[..., Optimizer], late: 
         optimizer = make([head, table, idle, other])
         attach(optimizer)
         if late:  # as code that begins anew does
+            if isinstance(optimizer, Adagrad) and "full_like" not in getsource(Adagrad._init_group):
+                pytest.skip("this torch makes the state of Adagrad with it, and only then")
             optimizer.state.clear()
         for turn in range(2):
             optimizer.zero_grad()
