@@ -67,7 +67,8 @@ class Pending:
 
 def wait(work: Any, buffer: Tensor) -> None:
     """Wait for ``work`` on ``buffer``. Raises UsageError if another rank does not come to it, but
-    asks for something that it has agreed upon with this one.
+    asks for something that it has agreed upon with this one; Deadlock if all ranks wait for long,
+    in different collectives.
     """
     if not (buffer.is_cpu and faults.watching()):
         work.wait()
@@ -75,6 +76,7 @@ def wait(work: Any, buffer: Tensor) -> None:
     store: Any = dist.distributed_c10d._get_default_store()
     end = time.monotonic() + store.timeout.total_seconds() + _PATIENCE.total_seconds()
     before: Mapping[str, str] | None = None
+    stood: list[int] | None = None
     while True:
         try:
             work.wait(_PATIENCE)
@@ -89,6 +91,10 @@ def wait(work: Any, buffer: Tensor) -> None:
         if asked is not None and asked == before:  # else this rank is only somewhat behind it
             faults_agree.answer(asked)
         before = asked
+        stands = faults.standstill()
+        if stands is not None and stands == stood:
+            raise faults.Deadlock("all ranks wait, in different collectives")
+        stood = stands
 
 
 def until_done(work: Any, seconds: float) -> None:

@@ -5,7 +5,8 @@ because of which rank. Here every rank counts the collectives that it enters, an
 the count to the store every second. When a collective fails, a rank that no longer writes has died,
 and one that writes but is not in the collective hangs. A rank that ends with an exception leaves it
 in the store, so that the others can report it; that a process on the same machine has ended is seen
-at once.
+at once. If all ranks wait, but in different collectives, none of these will ever be done; that is
+seen after a minute.
 
 The timeout is that of the group: ``init_process_group(timeout=...)``.
 """
@@ -33,9 +34,16 @@ if TYPE_CHECKING:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 INTERVAL = 1.0  # seconds between two heartbeats
+# Seconds after which ranks in different collectives wait for each other. Until then one of them may
+# only be receiving more than the others, who are in the next collective already.
+STANDSTILL = 60.0
 _SOON = 0.02  # seconds, initially, between two checks for a rank that has gone
 _PREFIX = "recast/faults"
 _STORE_TIMEOUT = timedelta(seconds=10)
+
+
+class Deadlock(RuntimeError):
+    """All ranks wait, in different collectives. Not torch's error: it would come at the timeout."""
 
 
 @dataclass
@@ -150,7 +158,8 @@ class Watch:
         if not found:
             return None
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = f"{'; '.join(found)}. torch: {lines[0][:200]}"
+        teller = "" if isinstance(error, Deadlock) else "torch: "
+        why = f"{'; '.join(found)}. {teller}{lines[0][:200]}"
         known = RankError(
             f"{what}: {found[0]}",
             where=f"rank {self.rank} of {self.world}, collective {self.heartbeat.count}",
@@ -158,6 +167,17 @@ class Watch:
             tries=(_advice(found[0]), "restart from the last recast.checkpoint"),
         )
         return known
+
+    def standstill(self) -> list[int] | None:
+        """The numbers of the collectives that the ranks are in, if each has waited in its own for
+        ``STANDSTILL`` seconds and they differ; None: some rank may still come.
+        """
+        if time.monotonic() - self.moved < STANDSTILL:
+            return None
+        seen = [h for h in self._heartbeats() if h is not None and h.inside]
+        if len(seen) < self.world or min(h.since for h in seen) < STANDSTILL:
+            return None
+        return [h.count for h in seen] if len({h.inside for h in seen}) > 1 else None
 
     def why_gone(self, rank: int) -> str | None:
         """What happened to ``rank`` if it has gone; None: it may still come."""
@@ -255,6 +275,14 @@ def start() -> None:
 def watching() -> bool:
     """Whether the ranks are processes, which write heartbeats."""
     return _WATCH is not None
+
+
+def standstill() -> list[int] | None:
+    """What :meth:`Watch.standstill` finds; None also if the store is gone."""
+    try:
+        return None if _WATCH is None else _WATCH.standstill()
+    except RuntimeError:
+        return None
 
 
 def wait_limit() -> float:

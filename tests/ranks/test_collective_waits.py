@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ class Late:
 def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(faults, "_WATCH", object())
+    monkeypatch.setattr(faults, "_WATCH", SimpleNamespace(standstill=lambda: None))
 
 
 @pytest.mark.usefixtures("_watched")
