@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from recast.errors import CheckpointError, RecastWarning, UsageError
 from recast.runtime.embedding.precision_table import StoredTable
@@ -57,16 +58,39 @@ class Shards(LocalShardsWrapper):
         try:
             if func.namespace == "_c10d_functional":
                 raise NotImplementedError("it would gather them")
+            if torch.Tag.pointwise in func.tags or func is torch.ops.aten.copy_.default:
+                return _shard_by_shard(func, args, kwargs or {})
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except NotImplementedError as error:
             raise UsageError(
-                f"{func} of the shards of a table: only copies and checkpoints are made of them",
+                f"{func} of the shards of a table, which are only copied, saved and computed with"
+                " element by element",
                 why="a plan may cut it unevenly and by columns",
                 tries=("fast.full_state_dict(), which has whole tables", "recast.checkpoint.save"),
             ) from error
         if type(result) is LocalShardsWrapper:
             return Shards(result.local_shards(), list(map(tuple, result.local_offsets())))
         return result
+
+
+def _shard_by_shard(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``func``, which computes element by element, as averages of weights over steps do. Raises
+    NotImplementedError for operands that are neither numbers nor cut in the same way.
+    """
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    cut = [leaf for leaf in leaves if isinstance(leaf, Shards)]
+    places = [(leaf.local_offsets(), leaf.local_sizes()) for leaf in cut]
+    whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Shards)]
+    if any(place != places[0] for place in places) or any(leaf.dim() > 0 for leaf in whole):
+        raise NotImplementedError("an operand is cut otherwise")
+    results = []
+    for k in range(len(cut[0].local_shards())):
+        own = [leaf.local_shards()[k] if isinstance(leaf, Shards) else leaf for leaf in leaves]
+        its_args, its_kwargs = tree_unflatten(own, spec)
+        results.append(func(*its_args, **its_kwargs))
+    if torch.Tag.inplace in func.tags:
+        return args[0]
+    return Shards(results, [tuple(offset) for offset in cut[0].local_offsets()])
 
 
 def _warn_of_pickling(what: str) -> None:

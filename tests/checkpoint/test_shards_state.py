@@ -133,6 +133,49 @@ def test_load_state_dict_takes_dtensors_and_whole_tensors(world: int) -> None:
     run(world, rank)
 
 
+@pytest.mark.parametrize("kinds", [None, "row_wise", "column_wise"])
+def test_an_average_of_weights_over_steps(kinds: str | None) -> None:
+    """As loops keep it: of every entry of ``state_dict()``, element by element."""
+    one, two = model(0), model(1)
+    copies = [(copy.deepcopy(one), copy.deepcopy(two)) for _ in range(3)]
+
+    def averages(first: nn.Module, second: nn.Module) -> list[dict[str, Any]]:
+        a, b, new = copy.deepcopy(first.state_dict()), first.state_dict(), second.state_dict()
+        there = {name: torch.lerp(a[name], new[name], 0.5) for name in NAMES}
+        for name, value in new.items():
+            if value.is_floating_point():
+                a[name].mul_(0.9).add_(value, alpha=0.1)
+                b[name].copy_(0.9 * b[name] + (1 - 0.9) * value)  # the first model's own
+        return [b, a, {**new, **there}]
+
+    expected = averages(one, two)
+
+    def rank(r: int) -> None:
+        own, other = copies[r]
+        for placed in (own, other):
+            place(placed, None, r, plan(3, kinds))
+        for found, whole in zip(averages(own, other), expected, strict=True):
+            own.load_state_dict(found)
+            assert _same(full(own, ranks="all"), whole)
+
+    run(3, rank)
+
+
+def test_shards_are_not_computed_with_as_a_whole() -> None:
+    copies = [(model(), model()) for _ in range(2)]
+
+    def rank(r: int) -> None:
+        own, other = copies[r]
+        place(own, None, r, plan(2, "row_wise"))
+        place(other, None, r, plan(2, "column_wise"))
+        table, cut_otherwise = own.state_dict()[NAMES[0]], other.state_dict()[NAMES[0]]
+        for wrong in (lambda: table.sum(), lambda: table * cut_otherwise):
+            with pytest.raises(UsageError, match="element by element"):
+                wrong()
+
+    run(2, rank)
+
+
 def test_what_does_not_fit_is_refused_in_global_shapes() -> None:
     whole = model()
     copies = [(copy.deepcopy(whole), copy.deepcopy(whole)) for _ in range(2)]
