@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from recast.runtime.checkpoint import files
 from recast.runtime.checkpoint.ranks import Ranks
 from recast.runtime.dynamic import step as dynamic_step
 from recast.runtime.ranks import faults, late_optimizers, shards
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +73,12 @@ def save(
         CheckpointError: something else is at ``path``, or it cannot be written.
         UsageError: ``path`` is not a path; ``keep`` without ``step``; a parameter of ``optimizer``
             that is not ``model``'s; an ``extra`` with values of another kind; ranks that were given
-            different paths, steps or kinds of optimizer.
+            different paths, steps or kinds of optimizer; the process group of a spread model is
+            gone.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
-    ranks = Ranks(_group(model))
+    ranks = _ranks(model)
     ranks.check_same(
         "checkpoint.save", path=_text(path), optimizer=_kind(optimizer), step=str(step),
         keep=str(keep),
@@ -135,11 +133,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
         CheckpointError: there is no checkpoint; a file is damaged or foreign; it belongs to another
             model or optimizer. The message names what is wrong.
         UsageError: ``path`` is not a path; ranks that were given different paths or kinds of
-            optimizer.
+            optimizer; the process group of a spread model is gone.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
-    ranks = Ranks(_group(model))
+    ranks = _ranks(model)
     ranks.check_same("checkpoint.load", path=_text(path), optimizer=_kind(optimizer))
     _prepare(optimizer)
     folder = ranks.first(lambda: files.find(_path("load", path)))
@@ -170,9 +168,23 @@ def _path(call: str, given: object) -> Path:
     return Path(given)
 
 
-def _group(model: nn.Module) -> ProcessGroup | None:
+def _ranks(model: nn.Module) -> Ranks:
+    """The ranks that ``model`` is spread over; those of the default group if it is on each of them.
+
+    Raises UsageError if the process group of the former is gone: this process by itself would write
+    and read its parts of tables as if they were all.
+    """
     placed = (shards.of(p) for p in model.parameters())
-    return next((own.group for own in placed if own is not None), None)
+    own = next((table for table in placed if table is not None), None)
+    ranks = Ranks(None if own is None else own.group)
+    if ranks.alone and own is not None and own.world_size > 1:
+        raise UsageError(
+            f"checkpoint: {own.table.name} is spread over {own.world_size} ranks, and there is no"
+            " process group",
+            why="each of them writes and reads its own part of the table",
+            tries=("recast.checkpoint before dist.destroy_process_group()",),
+        )
+    return ranks
 
 
 def _prepare(optimizer: Optimizer | None) -> None:

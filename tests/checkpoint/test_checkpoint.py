@@ -223,6 +223,19 @@ def test_the_last_ones_stay(tmp_path: Path) -> None:
         recast.checkpoint.save(tmp_path / "c", made, keep=2)
 
 
+def test_a_spread_model_whose_process_group_is_gone(tmp_path: Path) -> None:
+    """One rank by itself would write its parts as if they were all: a checkpoint that loads."""
+    whole, own = model(), model()
+    recast.checkpoint.save(tmp_path / "c", whole)
+    place(own, None, 0, plan(2, {NAMES[0]: "row_wise"}))
+    for wrong in (recast.checkpoint.save, recast.checkpoint.load):
+        with pytest.raises(UsageError, match=r"0\.weight is spread over 2 ranks, .* no process"):
+            wrong(tmp_path / "c", own)
+    blank = Model()
+    recast.checkpoint.load(tmp_path / "c", blank)
+    same_state(blank.state_dict(), whole.state_dict())
+
+
 def test_other_models_and_optimizers_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     made, optimizer = trained(0, torch.optim.Adagrad, lr=0.1)
     recast.checkpoint.save(tmp_path / "c", made, optimizer)
