@@ -15,6 +15,7 @@ from torch import Tensor
 from recast.errors import UsageError
 from recast.runtime.dynamic import gather, parts
 from recast.runtime.dynamic.module import _Dynamic
+from recast.runtime.ranks import collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,12 @@ def export(module: object, *, ranks: gather.To | None = None) -> Rows:
     """All that is stored, as a plain matrix and the id of each of its rows.
 
     ``ids`` are sorted, so ``torch.searchsorted(ids, raw)`` maps raw ids to the rows of a plain
-    ``nn.Embedding.from_pretrained(rows)``. Raises UsageError for a module that is not dynamic.
+    ``nn.Embedding.from_pretrained(rows)``. Raises UsageError for a module that is not dynamic, and
+    if the ranks that have the others of its rows are out of reach.
     """
-    return _joined(_rows(_dynamic(module), 0), ranks)
+    dynamic = _dynamic(module)
+    _check_reach(dynamic, ranks)
+    return _joined(_rows(dynamic, 0), ranks)
 
 
 def import_(module: object, ids: Tensor, rows: Tensor) -> None:
@@ -93,14 +97,25 @@ def changed(module: object, since: int, *, ranks: gather.To | None = None) -> Ch
 
     Ranks step together, so the mark of one rank is valid on all.
 
-    Raises UsageError if there is no such mark.
+    Raises UsageError if there is no such mark, and as :func:`export` does.
     """
     dynamic = _dynamic(module)
+    _check_reach(dynamic, ranks)
     gone = dynamic.table.take_log(since)
     gone = gone[~torch.isin(gone, dynamic.table.ids())]
     if ranks is not None:
         gone = torch.sort(gather.joined(gone, ranks)).values
     return Changes(_joined(_rows(dynamic, since), ranks), gone)
+
+
+def _check_reach(dynamic: _Dynamic, ranks: gather.To | None) -> None:
+    table = dynamic.table
+    if ranks is not None and table.parts > 1 and collectives.ranks() == 1:
+        raise UsageError(
+            f"{table.name} is spread over {table.parts} ranks, and there is no process group",
+            why=f"ranks={ranks!r} asks for the rows of all, and this one has only its own",
+            tries=("export and changed before dist.destroy_process_group()",),
+        )
 
 
 def _joined(own: Rows, ranks: gather.To | None) -> Rows:

@@ -12,7 +12,7 @@ from harness import run
 from torch import Tensor
 
 import recast
-from recast.errors import CheckpointError
+from recast.errors import CheckpointError, UsageError
 from recast.runtime.ranks import shards_state
 
 BEFORE, AFTER = 6, 5
@@ -124,6 +124,23 @@ def test_exports_of_all_ranks() -> None:
     back = recast.dynamic.export(one.items)
     assert torch.equal(back.ids, whole.ids)
     same(back.rows, whole.rows)
+
+
+def test_the_rows_of_all_ranks_need_all_ranks() -> None:
+    """Not this rank's own in place of them, once the process group is gone."""
+
+    def one_rank(rank: int) -> Any:
+        fast, opt = made()
+        steps(fast, opt, parts_for(2, STEPS)[:2], rank)
+        return fast.items, recast.dynamic.mark(fast.items)
+
+    items, since = run(2, one_rank)[0]
+    assert len(recast.dynamic.export(items).ids)
+    for to in (0, "all"):
+        with pytest.raises(UsageError, match="spread over 2 ranks, and there is no process group"):
+            recast.dynamic.export(items, ranks=to)
+        with pytest.raises(UsageError, match="spread over 2 ranks, and there is no process group"):
+            recast.dynamic.changed(items, since, ranks=to)
 
 
 def importing(rank: int, ids: Tensor, rows: Tensor, state: Any) -> Any:
