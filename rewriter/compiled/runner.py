@@ -427,7 +427,11 @@ class Runner:
             raise UsageError(
                 f"{self.name} cannot run: {why}",
                 why="the plain forward would run instead, and it reads whole tables",
-                tries=("call recast.optimize after such a change, and not before",),
+                tries=(
+                    "arguments of the example's form in every call, with and without gradients",
+                    "example=[a, b], two batches that differ as batches do",
+                    "if the model has changed, recast.optimize after that",
+                ),
             )
         change, _, now = why.partition(" and is now ")  # once, even if it changes at each step
         if change not in self.warned:

@@ -494,3 +494,29 @@ def test_gradients_that_autograd_hands_out_are_told_to_be_of_one_rank() -> None:
         fast(ids[:3])[0].sum().backward(inputs=[fast.layer.bias])
 
     run(2, inputs_only)
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(30, 4)
+
+    def forward(self, ids: Tensor, label: Tensor | None = None) -> Tensor:
+        out = self.rows(ids).sum(1)
+        return out if label is None else (out - label).square().mean()
+
+
+def test_a_call_of_another_form_says_what_to_do() -> None:
+    """The plain forward, which takes it on one rank, reads whole tables."""
+
+    def rank(r: int) -> str:
+        ids = torch.arange(12).view(4, 3)
+        fast = recast.optimize(Labelled(), example=(ids, torch.ones(4)), sharding="row_wise")
+        with pytest.raises(UsageError) as raised:
+            fast(ids)
+        return str(raised.value)
+
+    for said in run(2, rank):
+        assert "(label is None)" in said
+        assert "arguments of the example's form in every call" in said
+        assert "example=[a, b]" in said
