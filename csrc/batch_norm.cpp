@@ -45,26 +45,14 @@ Rows rows_of(const py::handle& tensor, const Rows& like) {
   return rows;
 }
 
-// One number per channel.
-struct Channels {
-  float* data;
-  int64_t count;
-};
-
-Channels channels_of(const py::handle& tensor) {
-  TensorView view;
-  const bool read = TensorReader::get().read(tensor.ptr(), view) && view.dims == 1 &&
-                    view.dtype == Dtype::float32 && unit_stride(view);
-  if (!read) throw py::value_error("batch_norm: channels do not fit");
-  return {reinterpret_cast<float*>(view.data), view.size[0]};
-}
-
 // The numbers of so many channels; null for None.
 float* channels_of(const py::handle& tensor, int64_t count) {
   if (tensor.is_none()) return nullptr;
-  const Channels channels = channels_of(tensor);
-  if (channels.count != count) throw py::value_error("batch_norm: channels do not fit");
-  return channels.data;
+  TensorView view;
+  const bool read = TensorReader::get().read(tensor.ptr(), view) && view.dims == 1 &&
+                    view.dtype == Dtype::float32 && unit_stride(view) && view.size[0] == count;
+  if (!read) throw py::value_error("batch_norm: channels do not fit");
+  return reinterpret_cast<float*>(view.data);
 }
 
 // Columns of each channel.
@@ -112,17 +100,35 @@ std::vector<double> summed(const Rows& x, int64_t places, int64_t count, int thr
   return found;
 }
 
-// Also writes the mean, the inverse of the standard deviation and the unbiased variance.
-void forward(const py::handle& input, const py::handle& weight, const py::handle& bias, double eps,
-             const py::handle& output, const py::handle& mean_out, const py::handle& inverse_out,
-             const py::handle& variance_out, int threads) {
+// What backward needs of the batch: its mean and the inverse of its standard deviation, a row each.
+struct Saved {
+  float *mean, *inverse;
+  int64_t channels;
+};
+
+Saved saved_of(const py::handle& tensor) {
+  const Rows rows = rows_of(tensor);
+  if (rows.rows != 2 || rows.stride != rows.columns)
+    throw py::value_error("batch_norm: channels do not fit");
+  return {rows.data, rows.data + rows.columns, rows.columns};
+}
+
+// Moves what is kept of earlier batches, unless that is null, towards `now`.
+void follow(float* kept, size_t channel, float now, float momentum) {
+  if (kept != nullptr) kept[channel] = kept[channel] * (1 - momentum) + now * momentum;
+}
+
+// Also writes what backward needs, and updates the running mean and variance, which may be None.
+void forward(const py::handle& input, const py::handle& weight, const py::handle& bias,
+             const py::handle& running_mean, const py::handle& running_var, double momentum,
+             double eps, const py::handle& output, const py::handle& saved_out, int threads) {
   const Rows x = rows_of(input), out = rows_of(output, x);
-  const int64_t channels = channels_of(mean_out).count;
+  const auto [mean, inverse, channels] = saved_of(saved_out);
   const int64_t places = places_of(x, channels);
   const float *w = channels_of(weight, channels), *b = channels_of(bias, channels);
-  float *const mean = channels_of(mean_out, channels),
-               *const inverse = channels_of(inverse_out, channels),
-               *const variance = channels_of(variance_out, channels);
+  float *const kept_mean = channels_of(running_mean, channels), *const kept_var = channels_of(
+                                                                    running_var, channels);
+  const auto step = static_cast<float>(momentum);
   const py::gil_scoped_release release;
   const size_t count = static_cast<size_t>(channels);
   const double numbers = static_cast<double>(x.rows * places);
@@ -139,7 +145,8 @@ void forward(const py::handle& input, const py::handle& weight, const py::handle
       });
   std::vector<float> scale(count), shift(count, 0.0f);
   for (size_t c = 0; c < count; ++c) {
-    variance[c] = static_cast<float>(squares[c] / (numbers - 1));
+    follow(kept_mean, c, mean[c], step);
+    follow(kept_var, c, static_cast<float>(squares[c] / (numbers - 1)), step);
     inverse[c] = static_cast<float>(1 / std::sqrt(squares[c] / numbers + eps));
     scale[c] = w == nullptr ? inverse[c] : w[c] * inverse[c];
     if (b != nullptr) shift[c] = b[c];
@@ -155,13 +162,13 @@ void forward(const py::handle& input, const py::handle& weight, const py::handle
 
 // With `of_input` None, only the gradients of weight and bias are written.
 void backward(const py::handle& grad, const py::handle& input, const py::handle& weight,
-              const py::handle& mean_in, const py::handle& inverse_in, const py::handle& of_input,
-              const py::handle& of_weight, const py::handle& of_bias, int threads) {
+              const py::handle& saved_in, const py::handle& of_input, const py::handle& of_weight,
+              const py::handle& of_bias, int threads) {
   const Rows x = rows_of(input), g = rows_of(grad, x);
   const Rows into = of_input.is_none() ? Rows{nullptr, 0, 0, 0} : rows_of(of_input, x);
-  const int64_t channels = channels_of(mean_in).count, places = places_of(x, channels);
-  const float *w = channels_of(weight, channels), *mean = channels_of(mean_in, channels),
-              *inverse = channels_of(inverse_in, channels);
+  const auto [mean, inverse, channels] = saved_of(saved_in);
+  const int64_t places = places_of(x, channels);
+  const float* w = channels_of(weight, channels);
   float *const dw = channels_of(of_weight, channels), *const db = channels_of(of_bias, channels);
   const py::gil_scoped_release release;
   const size_t count = static_cast<size_t>(channels);

@@ -10,7 +10,8 @@ C L columns, each with the numbers of its channel.
 
 Sums are in float over 64 rows and in double above. On one AMD EPYC core with AVX2, 2048 rows of 64,
 forward and backward, take 0.7 to 0.9 of torch's time; where rows lie apart, as do the results of
-joined layers, 0.2.
+joined layers, 0.2. On an Intel Xeon with AVX-512 16 rows of 64 take 1.1 of it, 256 rows 0.8, 1024
+rows of 128 0.6, and a million numbers 1.0.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from recast.runtime import device, kept_memory
 
@@ -54,30 +56,26 @@ def forward(
     running: tuple[Tensor | None, Tensor | None],
     momentum: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, mean, 1 / deviation)`` of ``x``, which is contiguous or has two dimensions; updates
-    the ``running`` mean and variance.
+) -> tuple[Tensor, Tensor]:
+    """The result for ``x``, which is contiguous or has two dimensions, and what backward needs:
+    (2, C), the mean and 1 / deviation. Updates the ``running`` mean and variance.
     """
-    out, channels = kept_memory.empty(x.shape, x.dtype), x.shape[1]
-    mean, inverse, variance = (x.new_empty(channels) for _ in range(3))
+    out, saved = kept_memory.empty(x.shape, x.dtype), x.new_empty((2, x.shape[1]))
     native.batch_norm_forward(
-        flat(x), weight, bias, eps, flat(out), mean, inverse, variance, device.threads()
+        flat(x), weight, bias, *running, momentum, eps, flat(out), saved, device.threads()
     )
-    for kept, now in zip(running, (mean, variance), strict=True):
-        if kept is not None:
-            kept.mul_(1 - momentum).add_(now, alpha=momentum)
-    return out, mean, inverse
+    increment_version([kept for kept in running if kept is not None])
+    return out, saved
 
 
 def backward(
-    native: Any, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor,
-    into: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
+    native: Any, grad: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, into: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients of x (None unless ``into``), of the weight and of the bias."""
     of_x = kept_memory.empty(x.shape, x.dtype) if into else None
-    of_weight, of_bias = torch.empty_like(mean), torch.empty_like(mean)
+    of_weight, of_bias = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
     flat_of_x = None if of_x is None else flat(of_x)
     native.batch_norm_backward(
-        flat(grad), flat(x), weight, mean, inverse, flat_of_x, of_weight, of_bias, device.threads()
-    )  # fmt: skip
+        flat(grad), flat(x), weight, saved, flat_of_x, of_weight, of_bias, device.threads()
+    )
     return of_x, of_weight, of_bias

@@ -30,12 +30,12 @@ ARITY: dict[str, tuple[int, int, int, int]] = {
 
 
 class NormSaved(NamedTuple):
-    """What a batch norm leaves on the tape for aten's backward kernel."""
+    """What a batch norm leaves on the tape for aten's backward kernel, or for ours."""
 
     x: Tensor | None
     mean: Tensor | None  # the running statistics, if they were used
     var: Tensor | None
-    saved_mean: Tensor | None
+    saved_mean: Tensor | None  # for ours: (2, C), the mean and 1 / deviation
     saved_var: Tensor | None
     reserve: Tensor | None
 

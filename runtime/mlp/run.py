@@ -106,11 +106,9 @@ def _run_batch_norm(chain: Chain, step: Step, state: State) -> State:
     if native is not None:
         running = (norm.mean, norm.var)
         x = x if x.dim() == 2 else x.contiguous()
-        out, mean, inverse = batch_norm.forward(
-            native, x, weight, bias, running, norm.momentum, norm.eps
-        )
-        saved = NormSaved(x, None, None, mean, inverse, None)
-        return State(out, True, False, saved, Info(batch=True, impl=batch_norm.OURS))
+        out, saved = batch_norm.forward(native, x, weight, bias, running, norm.momentum, norm.eps)
+        tape = NormSaved(x, None, None, saved, None, None)
+        return State(out, True, False, tape, Info(batch=True, impl=batch_norm.OURS))
     out, mean, var, reserve, impl = aten._batch_norm_impl_index(
         x, weight, bias, norm.mean, norm.var, norm.batch, norm.momentum, norm.eps, False
     )
@@ -279,9 +277,8 @@ def _backward_norm(
     native = device.extension() if info.impl == batch_norm.OURS else None
     if native is not None:
         into, *both = batch_norm.backward(
-            native, g.contiguous(), there(x), weight, there(saved_mean), there(saved_var),
-            need.input,
-        )  # fmt: skip
+            native, g.contiguous(), there(x), weight, there(saved_mean), need.input
+        )
         return into, [t if wanted else None for t, wanted in zip(both, need.params, strict=True)]
     reserve = there(x).new_empty(0, dtype=torch.uint8) if reserve is None else reserve
     found = aten._batch_norm_impl_index_backward(

@@ -37,8 +37,8 @@ def _ours(x: Tensor, weight: Tensor | None, bias: Tensor | None, grad: Tensor) -
     mean, var = torch.zeros(x.shape[1]), torch.ones(x.shape[1])
     native = batch_norm.takes(x, weight, bias, mean, var)
     assert native is not None
-    out, *saved = batch_norm.forward(native, x, weight, bias, (mean, var), 0.3, 1e-3)
-    of_x, of_weight, of_bias = batch_norm.backward(native, grad, x, weight, *saved, into=True)
+    out, saved = batch_norm.forward(native, x, weight, bias, (mean, var), 0.3, 1e-3)
+    of_x, of_weight, of_bias = batch_norm.backward(native, grad, x, weight, saved, into=True)
     assert of_x is not None
     found = [out, mean, var, of_x]
     return found if weight is None else [*found, of_weight, of_bias]
