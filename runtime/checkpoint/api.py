@@ -75,6 +75,7 @@ def save(
             that is not ``model``'s; an ``extra`` with values of another kind; ranks that were given
             different paths, steps or kinds of optimizer; the process group of a spread model is
             gone.
+        RankError: another rank failed, or does not save.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
@@ -134,6 +135,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
             model or optimizer. The message names what is wrong.
         UsageError: ``path`` is not a path; ranks that were given different paths or kinds of
             optimizer; the process group of a spread model is gone.
+        RankError: another rank failed, or does not load.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
