@@ -59,14 +59,17 @@ def assumed(
     others.
 
     ``context`` is as it was when ``passes`` made ``rewritten`` of ``graph``; it is not changed.
-    ``fewer``: batches like those of ``context`` that take less time.
+    ``fewer``: batches like those of ``context`` that take less time, unless the graph takes none so
+    small.
     """
     found = Assumed()
-    batches, sizes = context.batches, context.sizes
+    assert context.batches is not None and context.sizes is not None
+    trial = None
     if fewer is not None:
-        batches, sizes = (fewer.first, fewer.second), fewer.sizes
-    assert batches is not None and sizes is not None
-    trial = _Trial(graph, context.root, batches, sizes, signature, training)
+        batches = fewer.first, fewer.second
+        trial = _Trial(graph, context.root, batches, fewer.sizes, signature, training)
+    if trial is None or not trial.runs():
+        trial = _Trial(graph, context.root, context.batches, context.sizes, signature, training)
 
     def makes(specs: Specs) -> bool:
         return _makes(rewritten, graph, specs, passes, context)
@@ -131,6 +134,14 @@ class _Trial:
         tensors = [v for v in self.second if isinstance(v, torch.Tensor)]
         self.present = sorted({n for t in tensors for n in t.shape if n > 2})[:_TIED]
         self._runs: dict[tuple[tuple[Place, ...], int], Specs | None] = {}
+
+    def runs(self) -> bool:
+        """Whether the graph takes the smaller batch as it is."""
+        try:
+            self._values(self.second)
+        except Exception:
+            return False
+        return True
 
     def others(self, places: list[Place], size: int) -> Iterator[Specs]:
         """The specs of all values where ``places`` have another size, as far as the graph takes it:

@@ -32,7 +32,7 @@ class Batches:
     sizes: tuple[int, int]
     how: str
     note: str = ""
-    fewer: Batches | None = None  # two of fewer rows, whose first is ``second``
+    fewer: Batches | None = None  # two of fewer rows, of which the model has not seen the second
     tries: tuple[str, ...] = ("example=[batch, batch_of_another_size]",)
 
 
@@ -78,29 +78,21 @@ def _derived(first: Args, accepts: Callable[[Args], Any] | None) -> Batches:
     for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
         if second is None or accepts is None:
             continue
-        if not _accepted(second, accepts):  # not a batch of this model: the next plan
+        try:
+            accepts(second)
+        except Exception:  # not a batch of this model: the next plan
             continue
         how = f"cut to {plan.keep} of {plan.size} rows"
-        fewer = _fewer(first, second, plan, accepts)
+        fewer = _fewer(first, second, plan)
         return Batches(first, second, (plan.size, plan.keep), how, fewer=fewer)
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
 
 
-def _accepted(batch: Args, accepts: Callable[[Args], Any]) -> bool:
-    try:
-        accepts(batch)
-    except Exception:
-        return False
-    return True
-
-
-def _fewer(
-    first: Args, second: Args, plan: _Plan, accepts: Callable[[Args], Any]
-) -> Batches | None:
-    """``second``, and ``first`` cut to fewer rows than that; None where the model takes no such."""
+def _fewer(first: Args, second: Args, plan: _Plan) -> Batches | None:
+    """``second``, and ``first`` cut to fewer rows than that."""
     keep = _another(plan.keep, {n for t in (*_leaves(first), *_leaves(second)) for n in t.shape})
     third, _ = _cut(first, replace(plan, keep=keep)) if keep < plan.keep else (None, 0)
-    if third is None or not _accepted(third, accepts):
+    if third is None:
         return None
     return Batches(second, third, (plan.keep, keep), f"cut to {keep} of {plan.size} rows")
 

@@ -149,6 +149,20 @@ def test_on_a_gpu_nothing_is_computed_to_find_them(
     assert not capfd.readouterr().err
 
 
+def test_a_graph_that_takes_no_batch_as_small_as_those_that_are_tried() -> None:
+    """It reads the hundredth row: what it assumes is found on the example all the same."""
+
+    def form(m: Net, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x) + x[99, 0, 0]
+
+    plain = Net(form).double()
+    x = torch.randn(1000, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fast = recast.optimize(copy.deepcopy(plain), example=x, strict=True)
+    narrower = x[:200, :, :4]
+    with pytest.warns(recast.RecastWarning, match="in the example"):
+        torch.testing.assert_close(fast(narrower), plain(narrower))
+
+
 def test_two_examples_cover_any_length() -> None:
     plain = Net(ASSUMED["attention"][0]).double()
     one, two = (batch(plain, "attention", [(rows, length, 4)]) for rows, length in ((6, 5), (4, 7)))

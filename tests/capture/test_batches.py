@@ -80,12 +80,6 @@ def test_two_batches_of_fewer_rows() -> None:
     assert found.sizes == (512, 129) and fewer.sizes == (129, 65)
     assert fewer.first is found.second and torch.equal(fewer.second[0], x[:65])
 
-    def accepts(args: Any) -> None:
-        if len(args[0]) == 65:
-            raise ValueError
-
-    assert of_example(x, of_forward(Any1()), accepts).fewer is None
-
 
 def test_a_large_example_runs_whole_in_few_places() -> None:
     """Which sizes a graph relies on is tried with fewer rows."""
