@@ -126,8 +126,8 @@ void forward(const py::handle& input, const py::handle& weight, const py::handle
   const auto [mean, inverse, channels] = saved_of(saved_out);
   const int64_t places = places_of(x, channels);
   const float *w = channels_of(weight, channels), *b = channels_of(bias, channels);
-  float *const kept_mean = channels_of(running_mean, channels), *const kept_var = channels_of(
-                                                                    running_var, channels);
+  float* const kept_mean = channels_of(running_mean, channels);
+  float* const kept_var = channels_of(running_var, channels);
   const auto step = static_cast<float>(momentum);
   const py::gil_scoped_release release;
   const size_t count = static_cast<size_t>(channels);

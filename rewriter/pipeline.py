@@ -50,7 +50,7 @@ class Context:
         batches, sizes: both example batches, and how many rows each has; None without an example.
         fuel: ask :meth:`fuel_left` before a rewrite, and :meth:`burn` after it.
         strict: re-raise what a rule raises.
-        loops: loops over steps that were unrolled, each with the lines of what it made, and
+        loops: loops over steps that were unrolled, each with the lines of what it made.
         whole: those that are one call again, whatever the number of steps (capture/step_loops).
     """
 

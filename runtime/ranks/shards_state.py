@@ -88,7 +88,8 @@ def _shard_by_shard(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         own = [leaf.local_shards()[k] if isinstance(leaf, Shards) else leaf for leaf in leaves]
         its_args, its_kwargs = tree_unflatten(own, spec)
         results.append(func(*its_args, **its_kwargs))
-    if torch.Tag.inplace in func.tags:
+    written = func._schema.arguments[0].alias_info
+    if written is not None and written.is_write:
         return args[0]
     return Shards(results, [tuple(offset) for offset in cut[0].local_offsets()])
 

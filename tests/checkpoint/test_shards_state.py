@@ -158,7 +158,7 @@ def test_an_average_of_weights_over_steps(kinds: str | None) -> None:
             own.load_state_dict(found)
             assert _same(full(own, ranks="all"), whole)
 
-    run(3, rank)
+    processes(3, rank)  # in threads torch 2.11 crashes where DTensors compute
 
 
 def test_shards_are_not_computed_with_as_a_whole() -> None:
@@ -173,7 +173,7 @@ def test_shards_are_not_computed_with_as_a_whole() -> None:
             with pytest.raises(UsageError, match="element by element"):
                 wrong()
 
-    run(2, rank)
+    processes(2, rank)
 
 
 def test_what_does_not_fit_is_refused_in_global_shapes() -> None:
