@@ -48,6 +48,7 @@ def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> 
             errors.append((time.monotonic(), rank, error))
             group.exception_handle(error)
 
+    with_threads = torch._C._is_multithreading_enabled()  # torch's group leaves it off
     threaded._install_threaded_pg()
     isolate(True)
     try:
@@ -65,6 +66,7 @@ def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> 
         group.reset()
         isolate(False)
         threaded._uninstall_threaded_pg()
+        torch._C._set_multithreading_enabled(with_threads)
     _raise_first(errors)
     return results
 
