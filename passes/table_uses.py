@@ -28,11 +28,13 @@ class Use:
     """How the graphs of a model use one table.
 
     whole: why every rank needs all of it, or None. lookups: ids, mode and whether it has weights,
-    of each. sparse: every lookup asks for a sparse gradient.
+    of each that counts as load. modes: those of all lookups. sparse: every lookup asks for a sparse
+    gradient.
     """
 
     whole: str | None = "no graph looks it up"
     lookups: list[tuple[Any, str, bool]] = field(default_factory=list)
+    modes: set[str] = field(default_factory=set)
     sparse: bool = True
 
 
@@ -76,6 +78,7 @@ def _add(call: Node, root: nn.Module, names: dict[int, str], found: dict[str, Us
         use = found.setdefault(name, Use())
         use.whole = None
         use.lookups.append((ids_behind(ids[k]), mode[k], factors[k] is not None))
+        use.modes.add(mode[k])
         use.sparse = use.sparse and sparse[k]
 
 

@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments of :func:`optimize`, which explains them."""
 
     example: Any
+    forms: Sequence[Any]
     world_size: int | None
     plan: Plan | None
     topology: Topology | str | None
@@ -80,6 +81,7 @@ def optimize(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     example: Any = None,
+    forms: Sequence[Any] = (),
     world_size: int | None = None,
     plan: Plan | None = None,
     topology: Topology | str | None = None,
@@ -105,6 +107,10 @@ def optimize(
             its arguments by name), or a list of two of different size when one does not tell which
             dimension is the batch, or a rewrite relies on a length that varies. Sizes that differ
             between the two are free; those that are equal in both may be relied upon.
+        forms: further examples, each like ``example``, for calls of other forms: without labels, as
+            a model that trains with them is evaluated, say. Each gets graphs of its own, over the
+            same parameters, and a call runs those that take its arguments. On several ranks all
+            make calls of one form at a time.
         world_size: number of ranks; None means that of the initialised process group, else 1.
             Every rank calls this with the same model, and then calls the result with its own batch;
             with batches of equal size they train as one process with all of them would. Parameters
@@ -167,12 +173,13 @@ def optimize(
     arguments.check_model(model)
     arguments.check_stored(precision_table.stored(model))
     arguments.check_switches(inplace=inplace, strict=strict)
+    arguments.check_forms(forms, example, precision)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
         options = Options(
-            example=example, world_size=world_size, plan=plan, topology=topology, sharding=sharding,
-            wire=wire, precision=precision, mode=mode, sparse_semantics=sparse_semantics,
-            passes=passes, inplace=inplace, strict=strict,
+            example=example, forms=forms, world_size=world_size, plan=plan, topology=topology,
+            sharding=sharding, wire=wire, precision=precision, mode=mode,
+            sparse_semantics=sparse_semantics, passes=passes, inplace=inplace, strict=strict,
         )  # fmt: skip
         return _with_dynamic(model, optimizer, tables, options)
     arguments.check_mode(mode)
@@ -192,7 +199,7 @@ def optimize(
     chosen = _passes_for(named, ranks, precision)
 
     lent, captured, compiled = _rewritten(
-        model, example, chosen, ranks, inplace=inplace, strict=strict or passes is not None
+        model, example, forms, chosen, ranks, inplace=inplace, strict=strict or passes is not None
     )
     if optimizer is not None:
         memory.trains(captured.root, optimizer)
@@ -229,13 +236,13 @@ def optimize(
 
 
 def _rewritten(
-    model: nn.Module, example: Any, passes: Sequence[Pass], ranks: int, *, inplace: bool,
-    strict: bool,
+    model: nn.Module, example: Any, forms: Sequence[Any], passes: Sequence[Pass], ranks: int, *,
+    inplace: bool, strict: bool,
 ) -> tuple[bool, Captured, Compiled]:  # fmt: skip
     """``model`` captured, and rewritten; and whether it is on meta, its tables lent for that."""
     recorded = torch.inference_mode(False)  # gradients are part of the proof
     with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
-        lent = example is not None and materialise.prepare(model, example)
+        lent = example is not None and materialise.prepare(model, [example, *forms])
         stores = any(isinstance(p, library.QuantiseTables) for p in passes)
         if lent and stores:
             materialise.materialise(model, {})  # it packs the rows that there are
@@ -243,7 +250,7 @@ def _rewritten(
             # A result with tables of its own must not hand them to the user's model.
             linked = ranks == 1 and not stores
             captured = capture(
-                model, example, inplace=inplace, linked=linked, falls_back=ranks == 1
+                model, example, forms=forms, inplace=inplace, linked=linked, falls_back=ranks == 1
             )
             return lent, captured, link_what_holds(captured, passes, strict, ranks)
         except BaseException:
@@ -298,7 +305,7 @@ def _record_forwards(compiled: Compiled, captured: Captured) -> None:
 
 def _only_looked_up(compiled: Compiled) -> None:
     """Raise UsageError where forward reads the weight of a dynamic table as a matrix."""
-    for one in (compiled, *compiled._parts.values()):
+    for one in compiled.with_graphs():
         for graph in one._graphs.values():
             node = library.misread(graph, one._root)
             if node is not None:

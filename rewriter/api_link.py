@@ -31,6 +31,7 @@ from .pipeline import Context, Fuel, Pass
 from .report import output
 from .spread import model as spread
 
+_COVERED = "the graphs before it run such calls, too: it has none of its own"
 _TORCHS_OWN = "called alone, outside of a graph, torch's own layer is as fast and runs as it is"
 
 entries.same = same.same_items
@@ -50,7 +51,8 @@ def link(
     """Rewrite every graph of ``captured`` and make the module that runs them.
 
     ``fuel`` is the number of rewrites allowed in all graphs together. ``after(pass, graph)`` is
-    called after every pass that changed something, and returns the dump to keep.
+    called after every pass that changed something, and returns the dump to keep. Further forms have
+    a journal and a report each.
     """
     started = time.perf_counter()
     device.extension()  # in a checkout the first use compiles it; do not bill that to the passes
@@ -77,7 +79,6 @@ def link(
         ],
         seconds=seconds,
         world_size=world_size,
-        graph_text=output.text(compiled, captured.name),
         pictures=_pictures(captured, compiled, journal),
         asks=[partial(checked.since, checked.bad_ids())],
         bound=_bound(compiled, captured, journal),
@@ -85,8 +86,53 @@ def link(
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs
     vars(compiled)["_looked_up"] = library.looked_up_inputs
+    _link_forms(compiled, captured, passes, strict=strict, world_size=world_size)
+    report.graph_text = output.text(compiled, captured.name)
     compiled.plan = single(spread.tables_of(compiled))
     return compiled
+
+
+def _link_forms(
+    compiled: Compiled, captured: Captured, passes: Sequence[Pass], *, strict: bool, world_size: int
+) -> None:
+    """Let ``compiled`` run the further forms that have graphs, unless its own cover them. Its
+    report has one for each.
+    """
+    started, report, further = time.perf_counter(), compiled.report, list[Compiled]()
+    for k, form in enumerate(captured.forms):
+        label = f"forms[{k}] ({_difference(captured, form)})"
+        why, where, tries = form.why, form.where, form.tries
+        if not captured.graphs:
+            why, where, tries = "the example itself is not captured whole", None, ()
+        if not captured.graphs or not form.graphs:
+            report.forms.append(Report(label, "none", why, where, tries))
+        elif any(_covers(one, form) for one in (compiled, *further)):
+            report.forms.append(Report(label, "whole", notes=[_COVERED]))
+        else:
+            parts = {p: part for p, part in form.parts.items() if p not in captured.parts}
+            one = link(replace(form, parts=parts), passes, strict=strict, world_size=world_size)
+            one.report.model = label
+            report.forms.append(one.report)
+            further.append(one)
+    compiled.add_forms(further)
+    if captured.forms:
+        seconds = sum(form.seconds for form in captured.forms)
+        report.seconds["forms"] = seconds + time.perf_counter() - started
+
+
+def _difference(captured: Captured, form: Captured) -> str:
+    """What sets the calls of ``form`` apart from those of the example, in a few words."""
+    if captured.signature is None or form.batches is None:
+        return "not compared"
+    return captured.signature.difference(form.batches[0])
+
+
+def _covers(compiled: Compiled, form: Captured) -> bool:
+    """Whether the graphs of ``compiled`` run the batches of ``form``, which has a signature."""
+    assert form.signature is not None
+    assert form.batches is not None
+    calls = [form.signature.unbind(batch) for batch in form.batches]
+    return all(compiled._runner.covered(*call) is not None for call in calls)
 
 
 def link_what_holds(

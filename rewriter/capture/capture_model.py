@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -63,8 +64,9 @@ class Captured:
 
     ``graphs`` is ``{"both": g}``, or has one for ``"train"`` and one for ``"eval"`` if Python
     control flow depends on training flags, or is empty. ``parts`` are captures of submodules, by
-    path; the root of a part is the module object inside ``root``. Targets of nodes are relative to
-    ``root``; origins are full paths.
+    path; the root of a part is the module object inside ``root``. ``forms`` are captures of calls
+    of other forms, with the same root. Targets of nodes are relative to ``root``; origins are full
+    paths.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Captured:
     kind: Literal["whole", "partial", "none"] = "none"
     parts: dict[str, Captured] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
+    forms: list[Captured] = field(default_factory=list)
     prefix: str = ""
     falls_back: bool = True  # the plain forward can take over at any call
     why: str | None = None
@@ -89,23 +92,35 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example: Any = None, *, inplace: bool = False, linked: bool = True,
-    falls_back: bool = True,
+    model: nn.Module, example: Any = None, *, forms: Sequence[Any] = (), inplace: bool = False,
+    linked: bool = True, falls_back: bool = True,
 ) -> Captured:  # fmt: skip
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
-    symbolic tracing. The model is not touched. ``linked``: parameters and buffers that are replaced
-    later in ``model`` are replaced in the captured modules too, and the other way round.
-    ``falls_back``: the plain forward can take over at any call. Raises UsageError when the example
-    does not fit.
+    symbolic tracing. ``forms`` are further examples, for calls of other forms. The model is not
+    touched. ``linked``: parameters and buffers that are replaced later in ``model`` are replaced in
+    the captured modules too, and the other way round. ``falls_back``: the plain forward can take
+    over at any call. Raises UsageError when an example does not fit.
     """
-    started = time.perf_counter()
     model = uncompiled(model)
     root = model if inplace else shallow_copy(model, linked=linked)
     link_hooks(root, model)
     uncompile(root)
     name = type(model).__name__
+    captured = _undisturbed(root, name, example, falls_back)
+    for k, form in enumerate(forms):
+        try:
+            captured.forms.append(_undisturbed(root, name, form, falls_back))
+        except UsageError as error:
+            what = error.what.replace("example", f"forms[{k}]", 1)
+            raise UsageError(what, where=error.where, why=error.why, tries=error.tries) from error
+    return captured
+
+
+def _undisturbed(root: nn.Module, name: str, example: Any, falls_back: bool) -> Captured:
+    """A capture that leaves random numbers, objects and tensors as they were."""
+    started = time.perf_counter()
     same = same_random_numbers(*generators_of(root))
     state = restored_objects(root), restored_tensors(root), restored_globals(root)
     with same, state[0], state[1], state[2]:

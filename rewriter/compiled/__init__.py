@@ -1,7 +1,7 @@
 """What ``optimize`` returns: graphs as generated code, run as long as their assumptions hold.
 
 entry         module (``Compiled``, which the user gets), gives_way (to the user's own names),
-              runner (one call of it)
+              runner (one call of it), forms (which graphs a call runs)
 running       codegen, stacks (results that stay together), signature, trees (nested arguments),
               array_inputs (of numpy), unread (what of the arguments does not matter)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from

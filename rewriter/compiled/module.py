@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -21,6 +22,7 @@ from recast.rewriter.capture.result_class import INHERITED, result_class
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
 
+from . import forms
 from .copies import modules_by_path
 from .gives_way import gives_way
 from .runner import Runner
@@ -35,6 +37,7 @@ _OWN = {
     "_root",
     "_runner",
     "_parts",
+    "_forms",
     "_captured",
     "_name",
     "_refusal",
@@ -57,8 +60,10 @@ class Compiled(nn.Module):
     Attributes:
         report: what was rewritten, and what was not and why.
         plan: where every table lives.
-        graph: the ``fx.Graph`` for the current mode. This and ``graphs``, ``code`` and ``parts``
-            are the user's where the model has an attribute of that name.
+        forms: the results for further forms of call (``optimize(forms=)``), over the same modules.
+            A call of this one runs them as needed.
+        graph: the ``fx.Graph`` for the current mode. This and ``graphs``, ``code``, ``parts``
+            and ``forms`` are the user's where the model has an attribute of that name.
     """
 
     report: Report
@@ -74,7 +79,7 @@ class Compiled(nn.Module):
         self._share()
         own = vars(self)
         own["_name"], own["report"], own["plan"] = captured.name, report, plan
-        own["_parts"] = self._adopt(captured)
+        own["_parts"], own["_forms"] = self._adopt(captured), ()
         graphs = captured.graphs if graphs is None else graphs
         own["_runner"] = Runner(
             captured.name, captured.root, captured.signature, graphs, captured.traced
@@ -124,15 +129,34 @@ class Compiled(nn.Module):
                 "its forward takes *args, for all of which a trace has one proxy",
                 "result.graph, which is an fx graph already",
             )
+        form = self._form_of(args, kwargs) if self._forms else 0
+        runner = self._forms[form - 1]._runner if form else self._runner
         if self._replays is not None:
-            return self._replays(self._runner, args, kwargs)
+            return self._replays(runner, args, kwargs)
         if self._dense is not None:
-            run = self._runner.__call__
+            run = runner.__call__
             if torch.compiler.is_compiling():  # told with fullgraph=True
                 torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
-                run = self._runner.compiled
-            return self._dense(run, args, kwargs)
-        return self._runner(args, kwargs)
+                run = runner.compiled
+            return self._dense(run, args, kwargs, form)
+        return runner(args, kwargs)
+
+    def _form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """0 if the graphs of the example run this call, else the number of a further form."""
+        return forms.index_of([one._runner for one in (self, *self._forms)], args, kwargs)
+
+    def running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+        """The result whose graphs run this call: this one, or that of a further form."""
+        return (self, *self._forms)[self._form_of(args, kwargs)] if self._forms else self
+
+    def add_forms(self, further: Sequence[Compiled]) -> None:
+        """Let ``further``, results over the same root, run the calls that they take."""
+        vars(self)["_forms"] = tuple(further)
+
+    def with_graphs(self) -> list[Compiled]:
+        """This, its further forms, and the captured parts of each: all that have graphs."""
+        parts = [part for one in (self, *self._forms) for part in one._parts.values()]
+        return [self, *self._forms, *parts]
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Torch's own name: ``torch.jit.script`` asks for it."""
@@ -179,19 +203,21 @@ class Compiled(nn.Module):
         """The tensors of this batch to which ids may be appended without effect, since they are cut
         by offsets with an end. There are none if the plain forward would run.
         """
-        signature = self._runner.signature
+        one = self.running(args, kwargs)
+        signature = one._runner.signature
         # What decides which graph runs must not change with the number of ids.
         fixed = [] if signature is None else [k for k, _ in signature.fixed]
-        return self._read_so(self._ragged, fixed, args, kwargs)
+        return one._read_so(one._ragged, fixed, args, kwargs)
 
     def looked_up_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """The tensors of this batch that are used only as ids and offsets of lookups, which may be
         int32 or int64. There are none if the plain forward would run, or forward reads dtypes.
         """
-        signature = self._runner.signature
+        one = self.running(args, kwargs)
+        signature = one._runner.signature
         if signature is None or signature.strict_dtypes:
             return []
-        return self._read_so(self._looked_up, [], args, kwargs)
+        return one._read_so(one._looked_up, [], args, kwargs)
 
     def _read_so(
         self, ask: Any, fixed: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,9 +238,10 @@ class Compiled(nn.Module):
         if not self._runner.built:
             self._runner.build()
         why = self._runner.why_stale() if self._runner.cases else None
-        if why is not None or not self._parts:
+        if why is not None or not (self._parts or self._forms):
             return why
-        return next(filter(None, (part.why_stale() for part in self._parts.values())), None)
+        others = (*self._forms, *self._parts.values())
+        return next(filter(None, (one.why_stale() for one in others)), None)
 
     def uncaptured_modules(self) -> list[nn.Module]:
         """The modules whose own forward runs, as no graph covers it: nobody knows what it reads."""
@@ -228,12 +255,13 @@ class Compiled(nn.Module):
 
     def why_not_recordable(self) -> str | None:
         """Why calls may not be recorded and replayed, or None."""
-        of_parts = filter(None, (part.why_not_recordable() for part in self._parts.values()))
+        others = (*self._forms, *self._parts.values())
+        of_others = filter(None, (one.why_not_recordable() for one in others))
         if any(traced.argument_writes for traced in self._runner.traced.values()):
             return "forward writes into a dict that it is given, and a replay would not"
         if any(traced.numbers for traced in self._runner.traced.values()):
             return "forward counts in Python, and a replay would not"
-        return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
+        return why_not_recorded(self._runner.graphs.values()) or next(of_others, None)
 
     @property
     def training(self) -> bool:
@@ -264,6 +292,11 @@ class Compiled(nn.Module):
     def parts(self) -> dict[str, Compiled]:
         """Compiled submodules, by path, of a model that is not captured whole."""
         return dict(self._parts)
+
+    @gives_way
+    def forms(self) -> tuple[Compiled, ...]:
+        """The results for further forms of call, as they were asked for."""
+        return self._forms
 
     @property
     def _graphs(self) -> dict[str, Graph]:
@@ -351,12 +384,13 @@ class Compiled(nn.Module):
             memory.explain(error, self._root)
             raise
         for one in (self, *self._parts.values()):
+            constants(one._root).apply(lambda held: _moved(held, fn))
+        for one in self.with_graphs():
             one._apply_rest(fn)
         return self
 
     def _apply_rest(self, fn: Any) -> None:
-        """Move what the graph reads and ``nn.Module`` does not know: constants, plain tensors."""
-        constants(self._root).apply(lambda held: _moved(held, fn))
+        """Move the plain tensors that the graphs read: ``nn.Module`` does not know them."""
         graphs = list(self._runner.graphs.values())
         paths = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
         for path in sorted(paths):
@@ -392,6 +426,7 @@ class Compiled(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
+            "forms": self._forms,
             "report": self.report, "plan": self.plan, "refusal": self._refusal,
             "ragged": self._ragged, "looked_up": self._looked_up, "replays": self._replays,
             "places": self._places, "dense": self._dense, "forward": vars(self).get("forward"),
@@ -400,6 +435,7 @@ class Compiled(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = vars(self)
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
+        own["_forms"] = state["forms"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
         own["_captured"], own["_refusal"] = None, state["refusal"]
         own["_ragged"], own["_looked_up"] = state["ragged"], state["looked_up"]
@@ -408,9 +444,8 @@ class Compiled(nn.Module):
         if state["forward"] is not None:
             own["forward"] = state["forward"]
         if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
-            self._share()
-            for part in self._parts.values():
-                part._share()
+            for one in self.with_graphs():
+                one._share()
         if self._places is not None:
             self._places.renew(self._root)
         object.__setattr__(self, "__class__", result_class(Compiled, self._root))

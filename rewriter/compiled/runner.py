@@ -33,7 +33,7 @@ from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .graph_pickle import pack, unpack
 from .known_calls import KnownCalls
-from .signature import Signature, class_forward
+from .signature import OTHER_FORM, Signature, class_forward
 from .trees import rebuild
 from .undo import Snapshot, Undo, undo_of
 from .value_checks import alike
@@ -93,7 +93,8 @@ class Runner:
         """Generate the code, and list what must not change."""
         self.known = None
         self.original = vars(self.root).get("forward")
-        if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
+        taken = getattr(getattr(self.original, "__self__", None), "_runner", None)
+        if taken is not None and taken.root is self.root:
             self.original = None  # ours
         held = inspect.getattr_static(type(self.root), "forward")
         self.method = isinstance(held, FunctionType)
@@ -149,13 +150,20 @@ class Runner:
         """The name of the graph that this call runs, and the values of its placeholders; None if
         the plain forward runs.
         """
+        found = self.fitting(args, kwargs)
+        return None if found is None or self.why_stale() is not None else found
+
+    def fitting(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, list[Any]] | None:
+        """The same, whether or not the modules have changed since."""
         if not self.built:
             self.build()
         mode = self.mode()
         if self.swapped is not None or self.signature is None or mode is None:
             return None
         leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
-        if why is not None or self.why_stale() is not None:
+        if why is not None:
             return None
         case = self.cases[mode]
         if case.asks is not None and not self._answers(case, leaves):
@@ -177,7 +185,7 @@ class Runner:
         with breaks.
         """
         compiling = torch.compiler.is_compiling()
-        call = None if compiling or piecewise else self._known_call(args, kwargs)
+        call = None if compiling or piecewise else self.known_call(args, kwargs)
         if call is not None:
             return self._go(*call, args, kwargs, False)
         if not self.built:
@@ -203,7 +211,7 @@ class Runner:
         if why is not None or case is None or mode is None:
             self.warn(why or _MIXED)
             return self.plain(args, kwargs)
-        if case.counts and _saved_hooks(True) is not None:
+        if case.counts and not compiling and _saved_hooks(True) is not None:
             self.warn("torch calls it twice, as activation checkpointing does, and it counts")
             return self.plain(args, kwargs)
         held = _fetch(case.program)
@@ -245,7 +253,7 @@ class Runner:
         self.warn(reason, inside=1)  # not before: it may refuse these arguments, too
         return result
 
-    def _known_call(
+    def known_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Case, list[Any], tuple[Any, ...], tuple[Any, ...]] | None:
         """What to run, if such a call was examined before, and nothing has changed since; None
@@ -258,10 +266,14 @@ class Runner:
             return None
         if case.counts and _saved_hooks(True) is not None:
             return None
-        if kwargs:
-            if args or self.signature is None or (*kwargs,) != self.signature.names:
+        assert self.signature is not None
+        if len(args) != len(self.signature.names):
+            ordered = self.signature.in_order(args, kwargs)
+            if ordered is None:
                 return None
-            args = (*kwargs.values(),)
+            args = ordered
+        elif kwargs:
+            return None
         leaves = self.known.inputs(args)
         held = None if leaves is None else _fetch(case.program)
         if leaves is None or held is None:
@@ -428,7 +440,8 @@ class Runner:
                 f"{self.name} cannot run: {why}",
                 why="the plain forward would run instead, and it reads whole tables",
                 tries=(
-                    "arguments of the example's form in every call, with and without gradients",
+                    "arguments of the example's form in every call, with and without gradients;"
+                    " optimize(..., forms=[batch]) takes calls of another form",
                     "example=[a, b], two batches that differ as batches do",
                     "if the model has changed, recast.optimize after that",
                 ),
@@ -436,9 +449,12 @@ class Runner:
         change, _, now = why.partition(" and is now ")  # once, even if it changes at each step
         if change not in self.warned:
             self.warned.add(change)
+            remedy = f"call recast.optimize again after such a change{_as_buffer(now)}"
+            if why.startswith(OTHER_FORM):
+                remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
             warnings.warn(
                 f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
-                f" not; call recast.optimize again after such a change{_as_buffer(now)}",
+                f" not; {remedy}",
                 RecastWarning,
                 stacklevel=6 + inside,
             )

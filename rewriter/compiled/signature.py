@@ -15,6 +15,7 @@ from .array_inputs import array_of, tensor_of
 from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
 from .unread import Unread
 
+OTHER_FORM = "the arguments have another structure, or other constants, than the example"
 _dtype_of = attrgetter("dtype")
 Sizes: TypeAlias = "tuple[tuple[int, tuple[tuple[int, int], ...]], ...]"
 
@@ -87,6 +88,21 @@ class Signature:
             ordered += (extra,)
         return self._made(tensor_of, ordered)
 
+    def in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """:meth:`bind`, in a fraction of its time, for a call whose names are in the order of
+        ``names``; None for any other.
+        """
+        if kwargs:
+            at = len(args)
+            if (*kwargs,) != self.names[at : at + len(kwargs)]:
+                return None
+            args = (*args, *kwargs.values())
+        for name in self.names[len(args) :]:
+            if name not in self.defaults:
+                return None
+            args = (*args, self.defaults[name])
+        return args
+
     def unbind(self, ordered: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the user's forward with; the inverse of :meth:`bind`."""
         ordered = self._made(array_of, ordered)
@@ -122,11 +138,7 @@ class Signature:
             ordered = self.settled(ordered)
             leaves, same = self._flattened(ordered)
             if not same:
-                return (
-                    leaves,
-                    "the arguments have another structure, or other constants, than the example"
-                    f" ({self._differs(ordered)})",
-                )
+                return leaves, f"{OTHER_FORM} ({self._differs(ordered)})"
         if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
         for k, sizes in self.fixed:
@@ -200,6 +212,11 @@ class Signature:
                     " resolve_neg().resolve_conj() does"
                 )
         return None
+
+    def difference(self, ordered: tuple[Any, ...]) -> str:
+        """What sets these arguments apart from the example, in a few words."""
+        settled = self.settled(ordered)
+        return "other sizes or values" if self._flattened(settled)[1] else self._differs(settled)
 
     def _flattened(self, ordered: tuple[Any, ...]) -> tuple[list[Any], bool]:
         """The flat inputs, and whether all else is as in the example."""

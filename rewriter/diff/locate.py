@@ -138,7 +138,7 @@ class _Search:
 
         def graphs_part(fast: nn.Module, path: str, args: tuple[Any, ...]) -> Divergence | None:
             """Where the graphs of ``fast``, the submodule at ``path`` or the whole, part."""
-            graphs = graphs_of(fast, training, None if path else self.again)
+            graphs = graphs_of(fast, training, None if path else again)
             if graphs is None:
                 return None
             before, after, lender, signature = graphs
@@ -151,8 +151,12 @@ class _Search:
             restore()
             return Graphs(before, after, want, got, self.rtol, mode).search()
 
-        if graphs_of(self.fast, training, self.again) is not None:
-            return graphs_part(self.fast, "", args)
+        ran = self.fast.running(args, {}) if isinstance(self.fast, Compiled) else self.fast
+        again = self.again
+        if again is not None and ran is not self.fast:
+            again = capture(self.plain, args)  # of a further form
+        if graphs_of(ran, training, again) is not None:
+            return graphs_part(ran, "", args)
         parts: dict[str, nn.Module] = getattr(self.fast, "parts", {})
         how_modules = how | {"loss": loss, "skip": tuple(f"{path}." for path in parts)}
         want = watch.modules(prepared(self.plain), args, **how_modules)

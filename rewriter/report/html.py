@@ -55,7 +55,8 @@ def page(report: Report) -> str:
 
 def _told(report: Report) -> list[str]:
     """Every sentence of the report that does not belong to one rule."""
-    return [*report.told_notes(), *report.running()]
+    forms = (form.text(times=False).splitlines()[0] for form in report.forms)
+    return [*report.told_notes(), *forms, *report.running()]
 
 
 def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:

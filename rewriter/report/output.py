@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 def graphs(
     source: Captured | Compiled, root: nn.Module, label: str = ""
 ) -> Iterator[tuple[str, Graph, nn.Module]]:
-    """``(label, graph, root)`` of all graphs: by mode when there are two, by path in a part."""
+    """``(label, graph, root)`` of all graphs: by mode when there are two, by path in a part, by
+    number of a further form.
+    """
     root = root._root if isinstance(root, Compiled) else root  # a module may be named as our own
     by_mode, parts = _graphs_and_parts(source)
     for mode, graph in by_mode.items():
         yield ".".join(p for p in (label, "" if mode == "both" else mode) if p), graph, root
     for path, part in parts.items():
         yield from graphs(part, root.get_submodule(path), ".".join(p for p in (label, path) if p))
+    for k, form in enumerate(source._forms if isinstance(source, Compiled) else ()):
+        yield from graphs(form, root, f"forms.{k}")
 
 
 def _graphs_and_parts(

@@ -36,6 +36,7 @@ class Report:
     pictures: dict[str, str] = field(default_factory=dict)  # "before", "after": dot text
     asks: list[Callable[[], Iterable[str]]] = field(default_factory=list)  # what running it shows
     bound: str | None = None  # what bounds the speed of a step, if known
+    forms: list[Report] = field(default_factory=list)  # one for each of ``optimize(forms=)``
 
     def __str__(self) -> str:
         return self.text()
@@ -57,6 +58,8 @@ class Report:
         if not self.journal.fired and self.captured != "none":
             lines.append("  nothing to rewrite: the model runs as it was")
         lines += [f"  note  {n}" for n in self.told_notes()]
+        for form in self.forms:
+            lines += form._as_form(self.told_notes())
         if times:
             lines += [f"  note  {self.bound}"] if self.bound else []
             lines += [f"  now   {sentence}" for sentence in self.running()]
@@ -88,6 +91,13 @@ class Report:
         lines = [f"  at   {self.where}"] if self.where else []
         lines += [f"  why  {self.why}"] if self.why else []
         return lines + ([f"  try  {'   |   '.join(self.tries)}"] if self.tries else [])
+
+    def _as_form(self, known: Sequence[str]) -> list[str]:
+        """What the report of the example says of this form, without notes that are ``known``."""
+        raised = (f"{r.rule} raised {r.error}; skipped" for r in self.journal.raised)
+        told = (n for n in (*raised, *self.told_notes()) if n not in known)
+        below = [*self._not_whole(), *(f"  note  {text}" for text in told)]
+        return [f"  form  {self._headline()}", *(f"      {line}" for line in below)]
 
     def _rules(self) -> list[str]:
         """Rules in the order of the pipeline's first word about them."""
@@ -136,6 +146,7 @@ class Report:
             "seconds": dict(self.seconds),
             "world_size": self.world_size,
             "graph": self.graph_text,
+            "forms": [form.to_dict() for form in self.forms],
         }  # fmt: skip
 
     def to_json(self) -> str:

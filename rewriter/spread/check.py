@@ -39,6 +39,18 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def check_forms(compiled: Compiled) -> None:
+    """Raise UsageError for a further form without a graph: its plain forward needs whole tables."""
+    for form in compiled.report.forms if compiled._graphs else ():
+        if form.captured != "whole":
+            raise UsageError(
+                f"optimize: {form.model} is not captured whole, on several ranks",
+                where=form.where,
+                why=form.why or "some of it runs as it is",
+                tries=form.tries or ("leave this form out",),
+            )
+
+
 def check_lookups(compiled: Compiled) -> None:
     """Raise UsageError for lookups that modify a table, or its gradient, by one rank's ids."""
     for path, module in compiled._root.named_modules():
@@ -47,7 +59,7 @@ def check_lookups(compiled: Compiled) -> None:
                 raise _by_batch(path, *_MAX_NORM)
             if module.scale_grad_by_freq:
                 raise _by_batch(path, *_BY_FREQUENCY)
-    for one in (compiled, *compiled._parts.values()):
+    for one in compiled.with_graphs():
         for graph in one._graphs.values():
             for node in graph.nodes:
                 if is_call(node, F.embedding, F.embedding_bag):
@@ -78,7 +90,8 @@ def close(model: nn.Module, compiled: Compiled) -> None:
             vars(module)["forward"] = partial(_only_by_graph, path)
             if hasattr(module, "reset_parameters"):
                 vars(module)["reset_parameters"] = partial(_drawn_before, path)
-    compiled._runner.built = False  # they are no change to what it was built for
+    for one in (compiled, *compiled._forms):
+        one._runner.built = False  # they are no change to what it was built for
 
 
 def open_again(twin: nn.Module) -> None:

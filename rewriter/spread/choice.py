@@ -55,7 +55,7 @@ def choice_of(
     if isinstance(optimizer, NOT_BY_PART):
         name = type(optimizer).__name__
         choice.without(f"{name} steps a table as a whole", *apart)
-    if any(mode == "max" for _, mode, _ in use.lookups):
+    if "max" in use.modes:
         choice.without("it is pooled by max", *_ROWS)
     if isinstance(optimizer, optim.RowWiseAdagrad):
         choice.without("RowWiseAdagrad needs the gradient of whole rows", *_COLUMNS)
@@ -71,7 +71,7 @@ def choice_of(
 def choice_of_dynamic(name: str, use: Use) -> Choice:
     """The only sharding type of a dynamic table. Raises UsageError if it cannot be sharded."""
     why = use.whole
-    if any(mode == "max" for _, mode, _ in use.lookups):
+    if "max" in use.modes:
         why = "it is pooled by max, and the ids of a bag are on several ranks"
     if why is not None:
         raise UsageError(

@@ -128,6 +128,7 @@ def spread(
     compiled: Compiled, captured: Captured, optimizer: Optimizer | None, ranks: int, asked: Spread
 ) -> None:
     """Turn ``compiled`` into one of ``ranks`` ranks; if that many run, its tables are sharded."""
+    spread_check.check_forms(compiled)
     spread_check.check_lookups(compiled)
     used = _uses(compiled)
     tables = tables_of(compiled)
@@ -165,6 +166,8 @@ def spread(
     traffic = _traffic(plan, used, sample, wire.parse(asked.wire), once)
     passes = library.communication(plan, (codecs[0], codecs[1]), once)
     _communicate(compiled, captured, passes, compiled.report.journal)
+    for form in compiled._forms:
+        _communicate(form, form._captured, passes, form.report.journal)
     compiled.plan = plan
     compiled.report.notes += [str(plan), *_kept_whole(plan, used), traffic]
     if any(u.lookups and u.sparse for u in used.values()) and not fused(optimizer):
@@ -211,9 +214,9 @@ def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> Non
 
 def _uses(compiled: Compiled) -> dict[str, Use]:
     root, graph = compiled._root, _training(compiled)
-    used = uses(compiled._graphs.values(), root)
+    used = uses(_every_graph(compiled), root)
     for name, use in uses([graph] if graph is not None else [], root).items():
-        used[name].lookups = use.lookups  # once, not once per mode
+        used[name].lookups = use.lookups  # once, not once per mode and form
     if not compiled._graphs:  # else what runs as it is stands in one, with the tables that it holds
         report = compiled.report
         because = " at ".join(text for text in (report.why, report.where) if text)
@@ -225,8 +228,12 @@ def _uses(compiled: Compiled) -> dict[str, Use]:
 
 def tables_of(compiled: Compiled) -> list[Table]:
     """Every distinct table of the model, under its first name, in the order of ``state_dict``."""
-    used = uses(compiled._graphs.values(), compiled._root)
+    used = uses(_every_graph(compiled), compiled._root)
     return [_table(n, p) for n, p in compiled._root.named_parameters() if n in used]
+
+
+def _every_graph(compiled: Compiled) -> list[Graph]:
+    return [g for one in (compiled, *compiled._forms) for g in one._graphs.values()]
 
 
 def _table(name: str, parameter: nn.Parameter) -> Table:
@@ -370,7 +377,10 @@ def _average_dense(compiled: Compiled) -> None:
     reached = _reached(compiled)
     parted = [n for n, p in held.items() if shards.of(p) is not None]
     dense = [n for n in held if n in reached and n not in parted]
-    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense, parted, _flagged(compiled))
+    beyond = [(_reached(form) - reached).difference(parted) for form in compiled._forms]
+    vars(compiled)["_dense"] = dense_reduce.DenseReduce(
+        root, dense, parted, _flagged(compiled), beyond
+    )
 
 
 def _flagged(compiled: Compiled) -> tuple[str, ...]:
@@ -378,13 +388,15 @@ def _flagged(compiled: Compiled) -> tuple[str, ...]:
     asks. The flags of others may differ between ranks.
     """
     root = compiled._root
-    nodes = [node for graph in compiled._graphs.values() for node in graph.nodes]
-    if not nodes or compiled._parts:
+    forms = compiled, *compiled._forms
+    nodes = [node for graph in _every_graph(compiled) for node in graph.nodes]
+    if not nodes or any(one._parts for one in forms):
         return tuple(path for path, _ in root.named_modules())
     read = (str(node.target) for node in nodes if node.op == "get_attr")
     flags = (path.rpartition(".") for path in read)
     found = {owner for owner, _, name in flags if name == "training"}
-    found.update(path for case in compiled._runner.traced.values() for path in case.forks)
+    traced = (case for one in forms for case in one._runner.traced.values())
+    found.update(path for case in traced for path in case.forks)
     for called in {str(node.target) for node in nodes if node.op == "call_module"}:
         inside = library.inner(root.get_submodule(called), called)
         found.update(path for path, module in inside if library.batchwise(module))

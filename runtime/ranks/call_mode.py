@@ -1,7 +1,8 @@
-"""The mode in which a rank calls the model; the other ranks learn it together with its ids.
+"""The mode in which a rank calls the model, and the form of the call; the other ranks learn them
+together with its ids.
 
 A rank that evaluates while others train takes no part in the statistics and masks of the global
-batch, and the others would wait for it.
+batch, and the others would wait for it. So would they if its arguments were of another form.
 
 If no ids are sent, because every rank has every table, ranks tell each other before the first joint
 computation of a call: statistics and masks in train mode, gradients in eval mode. A rank that
@@ -23,19 +24,21 @@ from recast.runtime.ranks import collectives
 from recast.runtime.ranks.sums import gathered
 
 _HERE = threading.local()  # ranks that are threads call for themselves
-_MOST = 2**60
+_MOST = 2**48  # kinds of flags, with none
+_FORM = 2 * _MOST  # to these numbers is added _FORM times that of the form
 _NO_MODE = 0
 
 
-def set_from(modules: Iterable[nn.Module], training: bool) -> None:
+def set_from(modules: Iterable[nn.Module], training: bool, form: int = 0) -> None:
     """Set the mode of the call that begins: the flags of ``modules``; ``training``: the model's."""
     flags = tuple(module.training for module in modules)
-    _HERE.mode = (1 + hash(flags) % _MOST) * 2 + training  # hashes of bools: the same everywhere
+    kind = 1 + hash(flags) % (_MOST - 1)  # hashes of bools: the same everywhere
+    _HERE.mode = form * _FORM + kind * 2 + training
 
 
-def clear() -> None:
+def clear(form: int = 0) -> None:
     """The call that begins is the same in both modes."""
-    _HERE.mode = _NO_MODE
+    _HERE.mode = form * _FORM + _NO_MODE
 
 
 class ModeExchange:
@@ -82,6 +85,13 @@ def check_equal(modes: Sequence[int]) -> None:
     usual, _ = Counter(modes).most_common(1)[0]
     odd = next(rank for rank, one in enumerate(modes) if one != usual)
     other = modes.index(usual)
+    if modes[odd] // _FORM != usual // _FORM:
+        raise UsageError(
+            f"rank {odd} of {len(modes)} calls the model with arguments of another form than rank"
+            f" {other}",
+            why="each form has exchanges of its own, in which all ranks take part",
+            tries=("the same calls on every rank, as many (batches may be empty)",),
+        )
     if modes[odd] % 2 != usual % 2:
         names = ("eval", "train")
         what = f"in {names[modes[odd] % 2]} mode, rank {other} in {names[usual % 2]} mode"

@@ -82,14 +82,17 @@ class _Call(nn.Module):
 class DenseReduce:
     """Averages the gradients of the parameters ``names`` of ``root`` over ranks; its parameters
     ``tables`` are this rank's parts of tables. ``flagged``: the modules whose ``training`` flags
-    make train and eval mode differ.
+    make train and eval mode differ. ``beyond``: for each further form of call, what it reaches
+    besides ``names``.
     """
 
     def __init__(
-        self, root: nn.Module, names: Iterable[str], tables: Iterable[str], flagged: Iterable[str]
-    ) -> None:
+        self, root: nn.Module, names: Iterable[str], tables: Iterable[str], flagged: Iterable[str],
+        beyond: Iterable[Iterable[str]] = (),
+    ) -> None:  # fmt: skip
         self.root, self.names, self.tables = root, tuple(names), tuple(tables)
         self.flagged = tuple(flagged)
+        self.beyond = tuple(tuple(sorted(one)) for one in beyond)
         self.table_places: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.reduced_pass: list[int] = []  # which reduced everything, until another one begins
@@ -103,13 +106,18 @@ class DenseReduce:
         _live().add(self)
 
     @partial(_disable_dynamo, recursive=False)  # its callees may be compiled; hooks, waits not
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``call(args, kwargs)``; its backward pass averages gradients."""
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, form: int = 0) -> Any:
+        """``call(args, kwargs)``; its backward pass averages gradients. ``form``: 0, or the number
+        of a further form, the same on all ranks.
+        """
         self._check_alone()
+        if form and torch.is_grad_enabled():
+            self._check_reaches(self.beyond[form - 1])
         if self.flagged:
-            call_mode.set_from(map(self.root.get_submodule, self.flagged), self.root.training)
+            flags = map(self.root.get_submodule, self.flagged)
+            call_mode.set_from(flags, self.root.training, form)
         else:
-            call_mode.clear()
+            call_mode.clear(form)
         if not self.tables and not self.flagged:
             return self._run(call, args, kwargs, None)
         if not self.tables:
@@ -117,6 +125,8 @@ class DenseReduce:
                 return self._run(call, args, kwargs, modes)
         failed_calls.begin()
         try:
+            if self.beyond:  # the messages of another form are of another size
+                call_mode.ModeExchange().run()
             return self._run(call, args, kwargs, None)
         except RankError:
             raise  # it names the rank that left
@@ -272,6 +282,23 @@ class DenseReduce:
                 "requires_grad_(False) of what a step does not train, on every rank",
             ),
         )
+
+    def _check_reaches(self, beyond: Iterable[str]) -> None:
+        """Raise UsageError if a call with gradients reaches parameters that are ``beyond`` those
+        which are averaged.
+        """
+        trained = [name for name in beyond if self.root.get_parameter(name).requires_grad]
+        if trained:
+            raise UsageError(
+                f"a call of this form reaches {trained[0]}, and the example's form does not",
+                why="the model is spread over ranks, which average the gradients of what the"
+                " example's form reaches",
+                tries=(
+                    "torch.no_grad(), to evaluate",
+                    "the form that reaches all as example=, the other in forms=[...]",
+                    f"requires_grad_(False) of {', '.join(trained[:3])}",
+                ),
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside it, gradients accumulate on each rank and nothing is sent."""

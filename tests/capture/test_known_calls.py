@@ -58,7 +58,7 @@ def made(kind: type[Net] = Net, *args: Any, **kwargs: Any) -> tuple[Net, Any]:
 
 
 def is_known(fast: Any, *args: Any, **kwargs: Any) -> bool:
-    return fast._runner._known_call(args, kwargs) is not None
+    return fast._runner.known_call(args, kwargs) is not None
 
 
 @pytest.mark.parametrize(

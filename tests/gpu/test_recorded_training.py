@@ -177,6 +177,35 @@ def test_several_results_and_buffers() -> None:
     assert int(fast.deep[1].num_batches_tracked) == 9
 
 
+class Labelled(Net):
+    """Its forward takes labels to train, and none to be evaluated."""
+
+    def forward(self, ids: Tensor, label: Tensor | None = None) -> Any:
+        out = super().forward(ids)["out"][:, 0]
+        return out.sigmoid() if label is None else LOSS(out, label)
+
+
+def test_each_form_of_call_has_recordings_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Labelled()
+    twin = copy.deepcopy(model)
+    example = ids(6), torch.rand(6).round()
+    fast = recast.optimize(model, example=example, forms=[example[:1]], passes=())
+    forwards, pairs = TapeRecorder(), Pairs()
+    vars(fast)["_replays"] = RecordedForward(fast, forwards, pairs)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (fast, twin)]
+    for k in range(8):
+        found = []
+        for one, opt in zip((fast, twin), optimizers, strict=True):
+            opt.zero_grad()
+            one.train()(ids(6, k), torch.arange(6.0) % 2).backward()
+            opt.step()
+            with torch.no_grad():
+                found.append(one.eval()(ids(6, k)))
+        torch.testing.assert_close(*found)
+    assert (forwards.recordings, forwards.replays, pairs.recordings) == (1, 5, 3)
+
+
 def test_two_forwards_before_a_backward() -> None:
     """The second runs as always, whichever comes first then."""
     model, twin, fast, recorder = net()

@@ -1,0 +1,26 @@
+"""Which graphs run a call of a model that was captured in several forms: with labels, as it trains,
+and without, as it is evaluated.
+
+Each form has a signature and guards of its own. The first that takes a call runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .runner import Runner
+
+
+def index_of(runners: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The index of the runner whose graphs take this call; 0, the example's form, if none does."""
+    if not torch.compiler.is_compiling():
+        for k, runner in enumerate(runners):
+            if runner.known_call(args, kwargs) is not None:
+                return k
+    for k, runner in enumerate(runners):
+        if runner.fitting(args, kwargs) is not None:
+            return k
+    return 0
