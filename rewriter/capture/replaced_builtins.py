@@ -14,7 +14,9 @@ from __future__ import annotations
 import builtins
 import copy
 import math
-from types import CodeType, FunctionType
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +56,7 @@ class ReplacedBuiltins:
             self.builtins |= {"isinstance": _isinstance, "hasattr": _hasattr}
         if tracer.numbers:
             self.builtins |= kept_numbers.own_builtins(tracer)
+        self.builtins["super"] = self.above
 
     def methods(self, kind: type) -> dict[str, Any]:
         """The methods that a subclass of ``kind`` has to define."""
@@ -68,6 +71,14 @@ class ReplacedBuiltins:
                     plain = self.function(value.__func__, _package(base.__module__))
                     found[name] = staticmethod(plain)
         return found
+
+    def above(self, *args: Any) -> Any:
+        """``super``, which finds copies of methods, too."""
+        if not args:
+            caller = sys._getframe(1)
+            names = caller.f_locals
+            args = names["__class__"], names[caller.f_code.co_varnames[0]]
+        return _Super(super(*args), self.function)
 
     def twin(self, value: Any) -> Any:
         """A copy of a user's object with a method that leaves torch, else None."""
@@ -115,6 +126,20 @@ class ReplacedBuiltins:
             if self.numpy:
                 scope[name] = numpy_calls.stand_in(value) or scope[name]
         return scope
+
+
+class _Super:
+    """What ``super()`` returns, with ``copied`` of the user's methods in their place."""
+
+    def __init__(self, found: Any, copied: Callable[[FunctionType, str], Any]) -> None:
+        self._found, self._copied = found, copied
+
+    def __getattr__(self, name: str) -> Any:
+        held = getattr(self._found, name)
+        method = held.__func__ if type(held) is MethodType else None
+        if type(method) is not FunctionType or method.__module__.startswith("torch."):
+            return held
+        return MethodType(self._copied(method, _package(method.__module__)), held.__self__)
 
 
 def _package(module: str | None) -> str:

@@ -188,6 +188,34 @@ class MeanOverTheBatch(Base):
         return self.out(self.table(x).sum(1)) + squares + float(x.shape[0]) / 1000
 
 
+class OverRows(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.table(x).sum(1))
+        return out * self.share(x)
+
+    def share(self, x: Tensor) -> float:
+        return 1.0 / len(x)
+
+
+class Scaled(OverRows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(Scaled, self).forward(x) + len(x)  # noqa: UP008
+
+
+@form(ids)
+class MethodsOfBases(Scaled):
+    """What its bases do with the number of rows is reached by ``super()``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def above() -> Tensor:
+            return super(MethodsOfBases, self).forward(x)
+
+        return above() + super().forward(x)
+
+    def share(self, x: Tensor) -> float:
+        return super().share(x) * 2
+
+
 @form(lambda rows: ({"x": ids(rows)[0], "scale": 2.0},))
 class KeywordOnly(Base):
     def forward(self, batch: dict[str, Any], *, flip: bool = False, bias: float = 1.0) -> Tensor:
