@@ -160,9 +160,8 @@ class Steps(nn.Module):
 
 def test_another_length_is_another_form() -> None:
     model = Steps()
-    fast = recast.optimize(
-        model, example=torch.randint(30, (8, 5)), forms=[torch.randint(30, (8, 2))]
-    )
+    two = [torch.randint(30, (rows, 2)) for rows in (8, 3)]
+    fast = recast.optimize(model, example=torch.randint(30, (8, 5)), forms=[two])
     assert "forms[0] (other sizes or values): captured whole" in fast.report.text()
     for length in (5, 2, 5):
         ids = torch.randint(30, (6, length))
