@@ -382,6 +382,7 @@ class DenseReduce:
             "names": self.names,
             "tables": self.tables,
             "flagged": self.flagged,
+            "beyond": self.beyond,
         }
         made: dict[str, Any] = {"made": None, "accumulators": {}, "table_places": None}
         passes = {"reduced_pass": [], "checked_pass": -1, "unreached": set(), "warned": False}

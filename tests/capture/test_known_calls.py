@@ -80,8 +80,11 @@ def test_forms(kind: type[Net], args: tuple[Any, ...]) -> None:
 def test_by_name() -> None:
     model, fast = made()
     assert is_known(fast, ids=IDS, weights=WEIGHTS)
+    assert is_known(fast, IDS, weights=WEIGHTS)
     assert not is_known(fast, weights=WEIGHTS, ids=IDS)  # bound first
-    assert not is_known(fast, IDS, weights=WEIGHTS)
+    assert not is_known(fast, IDS, ids=IDS, weights=WEIGHTS)
+    assert not is_known(fast, IDS, WEIGHTS, weights=WEIGHTS)
+    assert not is_known(fast, IDS)
     want = model(IDS, WEIGHTS)
     torch.testing.assert_close(fast(ids=IDS, weights=WEIGHTS), want)
     torch.testing.assert_close(fast(weights=WEIGHTS, ids=IDS), want)
@@ -96,7 +99,7 @@ def test_keys_in_another_order_and_other_containers() -> None:
     for changed in ((IDS, WEIGHTS), [IDS], [IDS, WEIGHTS, WEIGHTS], [IDS, None]):
         assert not is_known(fast, changed, None)
     assert not is_known(fast, [IDS, WEIGHTS], IDS)
-    assert not is_known(fast, [IDS, WEIGHTS])
+    assert is_known(fast, [IDS, WEIGHTS])  # its other argument is left out
 
 
 def test_stars_and_keywords_are_bound() -> None:

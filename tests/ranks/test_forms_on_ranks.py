@@ -300,7 +300,7 @@ def test_the_diff_on_ranks() -> None:
         forms = [batch(rank, 0), batch(rank, 0)[:2]]
         return all(recast.diff(plain, fast, one).check().ok for one in forms)
 
-    assert run(2, rank_of) == [True, True]
+    assert processes(2, rank_of) == [True, True]
 
 
 def test_printed_before_there_are_ranks() -> None:
