@@ -21,7 +21,7 @@ from recast.passes.table_uses import Use, distinct, ids_of, load, repeats, uses
 from recast.rewriter import arguments, pipeline
 from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.ir import Graph, Node
+from recast.rewriter.ir import Graph
 from recast.rewriter.pipeline import Context
 from recast.rewriter.report.journal import Journal
 from recast.rewriter.report.short_lists import braces
@@ -55,6 +55,7 @@ from .choice import (
     state_of,
     thresholds,
 )
+from .reached import reached
 
 _BATCH = 1024  # samples per rank, if there is no example
 _SAME_GRAPH = (
@@ -374,12 +375,11 @@ def _average_dense(compiled: Compiled) -> None:
     root = compiled._root
     vars(compiled)["_places"] = shards_state.hook(root)
     held = dict(root.named_parameters())
-    reached = _reached(compiled)
+    averaged = reached(_training(compiled), root)
     parted = [n for n, p in held.items() if shards.of(p) is not None]
-    dense = [n for n in held if n in reached and n not in parted]
-    beyond = [(_reached(form) - reached).difference(parted) for form in compiled._forms]
+    dense = [n for n in held if n in averaged and n not in parted]
     vars(compiled)["_dense"] = dense_reduce.DenseReduce(
-        root, dense, parted, _flagged(compiled), beyond
+        root, dense, parted, _flagged(compiled), several=bool(compiled._forms)
     )
 
 
@@ -419,35 +419,6 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
         "tables": "\n".join(dynamic_ranks.facts(root)),
         "optimizer": "\n".join([type(optimizer).__name__, *sizes]),
     }
-
-
-def _reached(compiled: Compiled) -> set[str]:
-    """The parameters that an output depends on, in the graph for train mode."""
-    graph, root = _training(compiled), compiled._root
-    if graph is None:
-        return {name for name, _ in root.named_parameters()}
-    names = {id(p): name for name, p in root.named_parameters()}
-    found: set[str] = set()
-    stack: list[Node] = [n for n in graph.nodes if n.op == "output"]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node.op == "get_attr":
-            found.add(names.get(id(_value(root, str(node.target))), ""))
-        elif node.op == "call_module":
-            called = root.get_submodule(str(node.target))
-            found |= {names[id(p)] for p in called.parameters()}
-        new = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(new)
-        stack += new
-    return found
-
-
-def _value(root: nn.Module, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 # ---------------------------------------------------------------- what the report says

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -82,21 +82,22 @@ class _Call(nn.Module):
 class DenseReduce:
     """Averages the gradients of the parameters ``names`` of ``root`` over ranks; its parameters
     ``tables`` are this rank's parts of tables. ``flagged``: the modules whose ``training`` flags
-    make train and eval mode differ. ``beyond``: for each further form of call, what it reaches
-    besides ``names``.
+    make train and eval mode differ. ``several``: there are calls of several forms.
     """
 
     def __init__(
         self, root: nn.Module, names: Iterable[str], tables: Iterable[str], flagged: Iterable[str],
-        beyond: Iterable[Iterable[str]] = (),
+        *, several: bool = False,
     ) -> None:  # fmt: skip
         self.root, self.names, self.tables = root, tuple(names), tuple(tables)
-        self.flagged = tuple(flagged)
-        self.beyond = tuple(tuple(sorted(one)) for one in beyond)
+        self.flagged, self.several = tuple(flagged), several
+        known = {*self.names, *self.tables}
+        self.others = tuple(name for name, _ in root.named_parameters() if name not in known)
         self.table_places: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.reduced_pass: list[int] = []  # which reduced everything, until another one begins
         self.accumulators: dict[str, Any] = {}  # the accumulation nodes of the reduced parameters
+        self.apart: dict[str, Any] = {}  # and of the others
         self.warned = False  # about torch.autograd.grad: once
         self.checked_pass = -1  # the last pass that was checked
         self.unreached: set[str] = set()  # parameters that the averaging still waits for
@@ -111,8 +112,6 @@ class DenseReduce:
         of a further form, the same on all ranks.
         """
         self._check_alone()
-        if form and torch.is_grad_enabled():
-            self._check_reaches(self.beyond[form - 1])
         if self.flagged:
             flags = map(self.root.get_submodule, self.flagged)
             call_mode.set_from(flags, self.root.training, form)
@@ -125,7 +124,7 @@ class DenseReduce:
                 return self._run(call, args, kwargs, modes)
         failed_calls.begin()
         try:
-            if self.beyond:  # the messages of another form are of another size
+            if self.several:  # the messages of another form are of another size
                 call_mode.ModeExchange().run()
             return self._run(call, args, kwargs, None)
         except RankError:
@@ -221,10 +220,14 @@ class DenseReduce:
         if task == self.checked_pass:
             return  # the same pass, through another output
         self.checked_pass = task
-        reached = []
-        for leaf in self.accumulators.values():
+        reached, astray = [], []
+        for name, leaf in (*self.accumulators.items(), *self.apart.items()):
             try:
-                reached.append(torch._C._will_engine_execute_node(leaf))
+                comes = torch._C._will_engine_execute_node(leaf)
+                if name in self.accumulators:
+                    reached.append(comes)
+                elif comes:
+                    astray.append(name)
             except RuntimeError:  # torch raises it for a leaf passed to torch.autograd.grad
                 if not self.warned:
                     warnings.warn(
@@ -237,6 +240,8 @@ class DenseReduce:
                     )
                 self.warned = True
                 return
+        if astray:
+            raise _apart(astray)
         if any(reached):
             missing = {n for n, ran in zip(self.accumulators, reached, strict=True) if not ran}
             if self.unreached and len(missing | self.unreached) < len(self.accumulators):
@@ -283,23 +288,6 @@ class DenseReduce:
             ),
         )
 
-    def _check_reaches(self, beyond: Iterable[str]) -> None:
-        """Raise UsageError if a call with gradients reaches parameters that are ``beyond`` those
-        which are averaged.
-        """
-        trained = [name for name in beyond if self.root.get_parameter(name).requires_grad]
-        if trained:
-            raise UsageError(
-                f"a call of this form reaches {trained[0]}, and the example's form does not",
-                why="the model is spread over ranks, which average the gradients of what the"
-                " example's form reaches",
-                tries=(
-                    "torch.no_grad(), to evaluate",
-                    "the form that reaches all as example=, the other in forms=[...]",
-                    f"requires_grad_(False) of {', '.join(trained[:3])}",
-                ),
-            )
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside it, gradients accumulate on each rank and nothing is sent."""
         wrapped = self._wrapped()
@@ -311,8 +299,9 @@ class DenseReduce:
         must happen on all ranks alike.
         """
         held = [self.root.get_parameter(name) for name in self.names]
+        others = [self.root.get_parameter(name) for name in self.others]
         # Its buckets have the dtype and device that parameters have when it is made.
-        key = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in held)
+        key = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in (*held, *others))
         if self.made is None or self.made[0] != key:
             trained = [p for p in held if p.requires_grad]
             wrapped = None
@@ -330,12 +319,8 @@ class DenseReduce:
             self.made = key, wrapped
             tables = [self.root.get_parameter(name) for name in self.tables]
             self.steps.set_parameters(dict(zip(self.names, held, strict=True)), tables)
-            with torch.inference_mode(False), torch.enable_grad():
-                self.accumulators = {
-                    name: p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                    for name, p in zip(self.names, held, strict=True)
-                    if p.requires_grad
-                }
+            self.accumulators = _accumulators(zip(self.names, held, strict=True))
+            self.apart = _accumulators(zip(self.others, others, strict=True))
         return self.made[1]
 
     @staticmethod
@@ -382,9 +367,12 @@ class DenseReduce:
             "names": self.names,
             "tables": self.tables,
             "flagged": self.flagged,
-            "beyond": self.beyond,
+            "several": self.several,
+            "others": self.others,
         }
-        made: dict[str, Any] = {"made": None, "accumulators": {}, "table_places": None}
+        made: dict[str, Any] = {
+            "made": None, "accumulators": {}, "apart": {}, "table_places": None
+        }  # fmt: skip
         passes = {"reduced_pass": [], "checked_pass": -1, "unreached": set(), "warned": False}
         return {**kept, **made, **passes}
 
@@ -399,6 +387,30 @@ class DenseReduce:
 def _computed(values: Any) -> list[Tensor]:
     """The tensors in ``values`` that a backward pass can start from."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
+
+
+def _accumulators(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+    """The nodes that accumulate the gradients of those that are trained."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return {
+            name: p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            for name, p in named
+            if p.requires_grad
+        }
+
+
+def _apart(names: Sequence[str]) -> UsageError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return UsageError(
+        f"the gradient of {names[0]}{more} would be this rank's own",
+        why="the model is spread over ranks, which average the gradients of what the outputs for"
+        " the example depend on: not of this one",
+        tries=(
+            "a call that reaches it as example=, others in forms=[...]",
+            "a layer that is used beside the model in its forward instead",
+            "requires_grad_(False), or torch.no_grad() to evaluate",
+        ),
+    )
 
 
 def broadcast(root: nn.Module) -> None:

@@ -183,11 +183,14 @@ def test_a_form_that_reaches_more_is_for_evaluation() -> None:
         opt.step()
         with torch.no_grad():
             assert fast(*batch(rank, 1)[:2]).shape == (6, 1)
-        with pytest.raises(UsageError, match=r"a call of this form reaches head\.bias, and the"):
-            fast(*batch(rank, 1)[:2])
+        told = r"the gradient of head\.weight and 1 more would be this rank's own"
+        with pytest.raises(UsageError, match=told):
+            fast(*batch(rank, 1)[:2]).sum().backward()
+        fast(*batch(rank, 2)).backward()
+        opt.step()
         for p in model.head.parameters():
             p.requires_grad_(False)
-        fast(*batch(rank, 1)[:2])
+        fast(*batch(rank, 1)[:2]).sum().backward()
 
     run(2, rank_of)
 
