@@ -6,6 +6,7 @@ names. What differs at each call, such as the time or Python's random numbers, c
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import frames
@@ -43,6 +45,8 @@ class CodeWatcher:
     ) -> None:
         self.ran, self.refuse, self.environment = ran, refuse, environment
         self.autocast_dtype, self.prints = autocast_dtype, prints
+        _no_second_normal()
+        self.resume()
         self.autocast: list[str] = []  # the devices of the blocks that are open
         self.users: dict[CodeType, bool] = {}
 
@@ -51,10 +55,14 @@ class CodeWatcher:
             if arg is print and self.user(frame):
                 self.prints(frames.line(frame.f_code, frame.f_lineno))
             why = nondeterministic(arg, frame, self.user(frame))
+            if why is None and arg is os.urandom and self.user(_beyond(frame, *_OF_PYTHON)):
+                why = "it makes a generator of random numbers, which nobody has seeded"
             if why is not None:
                 self.refuse(why)
         elif event == "call" and self.user(frame):
             self.ran(frame)
+        elif event == "return" and self.user(frame):
+            self.pause()
         elif event == "call" and frame.f_code is _LOG:
             self.logs(frame)
         elif event == "call" and frame.f_code is _READ:
@@ -70,22 +78,58 @@ class CodeWatcher:
         elif event == "call" and frame.f_code is _EXIT and self.autocast:
             self.autocast.pop()
 
+    def pause(self) -> None:
+        """Refuse numbers that the user's code has drawn by numpy, whose functions are no builtins
+        that a profile function is told of. Called when this is not to watch for a while.
+        """
+        if _numpy_state() != self.numpys:
+            self.refuse("it draws from numpy's random numbers")
+
+    def resume(self) -> None:
+        """Called before this goes on watching: what was drawn meanwhile does not count."""
+        self.numpys = _numpy_state()
+
     def logs(self, frame: FrameType) -> None:
         """Note the line of the user's that is behind this call of ``logging``."""
-        caller = frame.f_back
-        while caller is not None and caller.f_globals.get("__name__") == "logging":
-            caller = caller.f_back
+        caller = _beyond(frame.f_back, "logging")
         if caller is not None and self.user(caller):
             self.prints(frames.line(caller.f_code, caller.f_lineno))
 
-    def user(self, frame: FrameType) -> bool:
+    def user(self, frame: FrameType | None) -> bool:
         """Whether the code of ``frame`` is the user's, or of a library of models."""
+        if frame is None:
+            return False
         known = self.users.get(frame.f_code)
         if known is None:
             known = self.users[frame.f_code] = frames.of_model(frame)
         return known
 
 
+def _beyond(frame: FrameType | None, *modules: str) -> FrameType | None:
+    """The first frame, from ``frame`` outwards, that is not of these Python ``modules``."""
+    while frame is not None and frame.f_globals.get("__name__") in modules:
+        frame = frame.f_back
+    return frame
+
+
+def _no_second_normal() -> None:
+    """Forget the normal number that numpy keeps of each pair: every draw then changes its state."""
+    state = _shared.get_state()
+    if type(state) is tuple and state[3]:
+        _shared.set_state((*state[:3], 0, 0.0))
+
+
+def _numpy_state() -> object:
+    """The state of the generator that numpy's functions share; comparable."""
+    held = _shared.get_bit_generator()
+    if type(held) is np.random.MT19937:  # unless the user has set another: 0.5 us, not 30
+        return ctypes.string_at(held.ctypes.state_address, _TWISTER)
+    return repr(held.state)
+
+
+_shared: Any = np.random  # whose types leave out some of it
+_TWISTER = 4 * 625  # bytes: 624 words, and the place of the next
+_OF_PYTHON = ("random", "secrets")  # by which numpy asks the system for a seed
 _READ = type(os.environ).__getitem__.__code__
 _ALL = type(os.environ).__iter__.__code__
 _MADE = torch.autocast.__init__.__code__
@@ -108,6 +152,4 @@ def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:
         return f"it asks for the time: time.{name}()"
     if isinstance(owner, type) and issubclass(owner, datetime.date) and name in ("now", "today"):
         return f"it asks for the time: {owner.__name__}.{name}()"
-    if type(owner).__module__.startswith("numpy.random"):
-        return "it draws from numpy's random numbers"
     return "it opens a file" if called is open else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,6 +24,7 @@ from recast.rewriter.compiled.external_state import slot
 from recast.rewriter.ir import KEY, Note, spec_of
 
 from . import frames, recording, scratch
+from .code_watcher import CodeWatcher
 from .constants import Constants
 from .dynamic_sizes import AtMost, DynamicSizes, Lengths, dynamic_sizes
 from .opaque_calls import OpaqueCall, candidates, transformed
@@ -113,11 +114,16 @@ class Tracer:
         own = ReplacedBuiltins(self, named, outside) if named or outside or numbers else None
         scratch.prepare(self, opaque, plain_flags, own)
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> AbstractContextManager[None]:
         """Work on example values without recording it."""
+        profile = None if self.running else self.reading.profile
+        if profile is not None:
+            profile.pause()  # here, so that between it and the user's code are our frames alone
+        return self._quiet(profile)
+
+    @contextmanager
+    def _quiet(self, profile: CodeWatcher | None) -> Iterator[None]:
         before, self.running = self.running, True
-        profile = None if before else self.reading.profile
         if profile is not None:
             sys.setprofile(None)
         try:
@@ -125,6 +131,7 @@ class Tracer:
         finally:
             self.running = before
             if profile is not None:
+                profile.resume()
                 sys.setprofile(profile)
 
     # ------------------------------------------------------------ the graph

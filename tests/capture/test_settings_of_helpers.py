@@ -259,6 +259,19 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "random": (lambda m, x: x + random.random(), "draws from Python's random numbers"),
     "choice": (lambda m, x: x * random.choice([1, 1]), "draws from Python's random numbers"),
     "own random": (lambda m, x: x + m.draws.random(), "draws from Python's random numbers"),
+    "numpy branch": (
+        lambda m, x: x * 2 if np.random.rand() < 2 else x,
+        "draws from numpy's random numbers",
+    ),
+    "numpy number": (
+        lambda m, x: x * float(np.random.randint(1, 2)),
+        "draws from numpy's random numbers",
+    ),
+    "numpy pairs": (lambda m, x: x * 2 if np.random.randn() < 99 else x, "draws from numpy's"),
+    "unseeded": (
+        lambda m, x: x + float(np.random.default_rng().integers(0, 1)),
+        "makes a generator of random numbers, which nobody has seeded",
+    ),
     "own numpy": (lambda m, x: x + m.numpy.random(), r"self\.numpy, which draws random numbers"),
     "iterator": (lambda m, x: x * next(m.steps), r"self\.steps, an iterator"),
     "file": (lambda m, x: x * len(open(__file__).read(1)), "it opens a file"),  # noqa: SIM115
@@ -300,6 +313,7 @@ def test_refused_by_name(name: str) -> None:
     plain.many = [2.0] * 70_000
     plain.draws, plain.numpy = random.Random(0), np.random.default_rng(0)
     plain.steps = itertools.repeat(2)
+    np.random.randn()  # which leaves another one for the next call
     fast = recast.optimize(plain, example=IDS)
     assert fast.report.captured != "whole"
     assert re.search(why, str(fast.report.to_dict()["why"]))
