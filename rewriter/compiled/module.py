@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from reprlib import recursive_repr
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -413,6 +414,10 @@ class Compiled(nn.Module):
 
     def _get_name(self) -> str:
         return f"Compiled({vars(self).get('_name', '')})"
+
+    @recursive_repr()  # torch's EmbeddingBag shows all that it holds, our forward too
+    def __repr__(self) -> str:
+        return super().__repr__()
 
     def __str__(self) -> str:
         from recast.rewriter.report import dump

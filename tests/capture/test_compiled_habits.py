@@ -334,3 +334,22 @@ def test_modules_may_be_named_as_attributes_of_the_result() -> None:
     for name in names:
         assert fast.get_parameter(f"{name}.weight") is getattr(net, name).weight
     recast.diff(net, fast, x, steps=2).check()
+
+
+def test_a_part_that_is_a_bag_can_be_printed() -> None:
+    """torch's own ``EmbeddingBag.extra_repr`` shows all attributes, so the forward that took over."""
+
+    class Clocked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.bag(ids) * (2 if time.time() > 0 else 1)
+            return out
+
+    fast = recast.optimize(Clocked(), example=torch.randint(9, (5, 2)))
+    assert fast.report.captured == "partial"
+    assert "(bag): EmbeddingBag(9, 4" in repr(fast)
+    assert "EmbeddingBag(9, 4" in repr(fast.bag)
+    assert "EmbeddingBag(9, 4" in repr(fast.parts["bag"])

@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "draws from numpy's random numbers",
     ),
     "numpy number": (
-        lambda m, x: x * float(np.random.randint(1, 2)),
+        lambda m, x: x * float(np.random.choice([1, 1])),
         "draws from numpy's random numbers",
     ),
     "numpy pairs": (lambda m, x: x * 2 if np.random.randn() < 99 else x, "draws from numpy's"),
