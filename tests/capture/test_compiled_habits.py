@@ -337,7 +337,7 @@ def test_modules_may_be_named_as_attributes_of_the_result() -> None:
 
 
 def test_a_part_that_is_a_bag_can_be_printed() -> None:
-    """torch's own ``EmbeddingBag.extra_repr`` shows all attributes, so the forward that took over."""
+    """torch's own ``EmbeddingBag.extra_repr`` shows all attributes, also the forward in it."""
 
     class Clocked(nn.Module):
         def __init__(self) -> None:
@@ -352,4 +352,4 @@ def test_a_part_that_is_a_bag_can_be_printed() -> None:
     assert fast.report.captured == "partial"
     assert "(bag): EmbeddingBag(9, 4" in repr(fast)
     assert "EmbeddingBag(9, 4" in repr(fast.bag)
-    assert "EmbeddingBag(9, 4" in repr(fast.parts["bag"])
+    assert "EmbeddingBag)(9, 4" in repr(fast.parts["bag"])
