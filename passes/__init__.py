@@ -50,6 +50,7 @@ from .silu_attention import FuseSiluAttention
 from .sparse_products import MultiplySparse
 from .split_columns import SplitColumns
 from .synchronise import SynchroniseBatchNorm, inner
+from .synchronise_draws import SynchroniseDraws
 from .synchronise_dropout import SynchroniseDropout, batchwise
 from .transformers import OpenTransformers
 
@@ -102,16 +103,19 @@ def communication(
         ShardTables(plan),  # first: the next one exchanges a call whole or not at all
         Communicate(plan, wire, repeating),
         SynchroniseBatchNorm(),  # after all fusion: it takes fused chains apart again
-        SynchroniseDropout(),  # likewise
+        SynchroniseDraws(),
+        SynchroniseDropout(),  # after all fusion, and the draws: it refuses those that are left
     )
 
 
-BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # what captured parts need too
+# what captured parts need too
+BATCHWISE = (SynchroniseBatchNorm, SynchroniseDraws, SynchroniseDropout)
 
 _ASKED_FOR = (
     GatherInDots,  # it is not always faster
     QuantiseTables,
     SynchroniseBatchNorm,
+    SynchroniseDraws,
     SynchroniseDropout,
 )
 REGISTRY: Mapping[str, Callable[..., Pass]] = {
@@ -163,6 +167,7 @@ __all__ = [
     "SplitColumns",
     "SplitEinsums",
     "SynchroniseBatchNorm",
+    "SynchroniseDraws",
     "SynchroniseDropout",
     "batchwise",
     "bound",

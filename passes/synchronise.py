@@ -44,6 +44,10 @@ class Writer:
     def call(self, target: Callable[..., Any], *args: Any, name: str | None = None) -> Node:
         with self.graph.inserting_before(self.node):
             made = self.graph.create_node("call_function", target, args, {}, name=name)
+        return self.stamped(made)
+
+    def stamped(self, made: Node) -> Node:
+        """``made``, with the origin and line of the node that it replaces."""
         made.meta[KEY] = self._note
         return made
 

@@ -1,10 +1,13 @@
-"""For several ranks: dropout with the masks of the global batch, and a refusal of other draws."""
+"""For several ranks: dropout with the masks of the global batch, and a refusal of draws that no
+pass knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,68 +15,29 @@ from torch import nn
 from torch.nn import functional as F
 
 from recast.rewriter import order
-from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, items, note
+from recast.rewriter.capture.opaque_calls import OpaqueCall
+from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, items, note
 from recast.rewriter.report.journal import Missed
 from recast.runtime.layers.drawn_dropout import drawn_dropout
 from recast.runtime.layers.field_attention import attention_weights, weighted
+from recast.runtime.ranks.draws_global import draw_global_, random_state, refuse_drawn
 from recast.runtime.refusal import refuse
 
+from .batch_dimension import UNKNOWN, counts
 from .chain_steps import Step, read_step
-from .leaf import Attr, Value, argument, plural, spec_of
+from .leaf import Attr, Value, argument, device_of, plural, spec_of
 from .synchronise import MLP, NORMS, Part, Writer, fired, inner, rebuild
+from .synchronise_draws import ROWS
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 _RELU_DROPOUT = torch.ops.recast.relu_dropout.default
 _DROPOUT = torch.ops.recast.dropout_global.default
-_ROWS = torch.ops.recast.global_rows.default
-_COLLECTIVE = (MLP, _DROPOUT, _ROWS, torch.ops.recast.batch_norm_global.default)
+_COLLECTIVE = (
+    MLP, _DROPOUT, ROWS, draw_global_, torch.ops.recast.batch_norm_global.default,
+)  # fmt: skip
 _ATTENTION = torch.ops.recast.field_attention.default
-_UNKNOWN = -1, 1
-
-
-# ---------------------------------------------------------------- what counts the samples
-
-
-def counts(source: Any, root: nn.Module) -> tuple[int, int] | None:
-    """``(dimension, rows per sample)`` by which ``source`` grows with the batch; None if it does
-    not. ``_UNKNOWN`` if that is not known, or if its rows are not in the order of the batch.
-    """
-    spec = spec_of(source)
-    if spec is None:
-        return _UNKNOWN
-    symbols = [(d, size) for d, size in enumerate(spec.shape) if isinstance(size, str)]
-    if not symbols:
-        return None
-    (dim, size), *others = symbols
-    if others or not size.endswith("B"):
-        return _UNKNOWN
-    if size == "B":
-        return dim, 1
-    return (0, int(size[:-2])) if dim == 0 and _in_order(source, size, root) else _UNKNOWN
-
-
-def _in_order(node: Any, size: str, root: nn.Module) -> bool:
-    """Whether the ``k*B`` rows of ``node`` are k of the first sample, k of the second, ..."""
-    while isinstance(node, Node):
-        if is_call(node, torch.reshape, torch.flatten) or is_method(node, "view", "reshape"):
-            node = node.args[0]
-            spec = spec_of(node)
-            if spec is not None and spec.shape and spec.shape[0] == "B":
-                return True
-        elif is_call(
-            node, MLP, _RELU_DROPOUT, _DROPOUT, drawn_dropout,
-            torch.ops.recast.batch_norm_global.default,
-        ):  # fmt: skip
-            node = node.args[0]
-        else:
-            step = read_step(node, root)
-            node = step.source if isinstance(step, Step) else None
-        spec = spec_of(node)
-        if spec is None or not spec.shape or spec.shape[0] != size:
-            return False
-    return False
 
 
 # ---------------------------------------------------------------- the places
@@ -232,21 +196,25 @@ class SynchroniseDropout:
         found = [_place(node, root) for node in graph.nodes]
         places = [p for p in found if p is not None][: context.fuel_left()]
         if not self.exact:
-            places = [replace(p, found=_UNKNOWN) for p in places]
+            places = [replace(p, found=UNKNOWN) for p in places]
         if places:
             rows = self._rows(places)
             for place in places:
-                self._one(place, rows if place.found != _UNKNOWN else None, context)
+                self._one(place, rows if place.found != UNKNOWN else None, context)
         return len(places) + self._others(graph, context)
 
     def _rows(self, places: Sequence[Place]) -> Node:
         """The node that returns the sizes of all batches, before the first dropout."""
-        counted = next((p for p in places if p.found != _UNKNOWN), places[0])
+        counted = next((p for p in places if p.found != UNKNOWN), places[0])
+        before = takewhile(lambda n: n is not counted.node, counted.node.graph.nodes)
+        known = next((n for n in before if is_call(n, ROWS) and n.args[1] != -1), None)
+        if known is not None:  # from draws before it
+            return known
         writer = Writer(counted.node, self.name)
         # Read again: the node that reads the flag for a later dropout may come after this one.
         flags = {Attr(str(f.target)) if isinstance(f, Node) else f for p in places for f in p.flags}
         given = [writer.put(flag) for flag in sorted(flags, key=str)]
-        rows = writer.call(_ROWS, counted.source, *counted.found, given, name="global_rows")
+        rows = writer.call(ROWS, counted.source, *counted.found, given, name="global_rows")
         annotate(rows, spec=Spec(torch.int64, ("n",)))
         return rows
 
@@ -263,9 +231,9 @@ class SynchroniseDropout:
             made = [writer.call(_DROPOUT, x, rows, *drop, *place.found, name="dropout_global")]
             writer.replace(made[0])
         what = f"{plural(len(made), 'mask')} of the global batch"
-        if place.found == _UNKNOWN:
+        if place.found == UNKNOWN:
             what = f"{plural(len(made), 'mask')} that each rank draws for itself"
-        if place.found == _UNKNOWN and self.exact:
+        if place.found == UNKNOWN and self.exact:
             why = "which dimension counts the samples is not known: ranks draw masks of their own"
             tries = ("example=[batch_a, batch_b] of different sizes", "dropout on (batch, ...)")
             where = note(made[0]).where
@@ -281,6 +249,10 @@ class SynchroniseDropout:
                     continue
                 if _alike(node, context.root):
                     continue
+                if isinstance(node.target, OpaqueCall) and device_of(context.root) == "cpu":
+                    self._watch(node, context)
+                    count += 1
+                    continue
                 writer, rule = Writer(node, self.name), note(node).rule
                 tries = ["nn.Dropout", "numbers drawn outside, as an input"]
                 made = writer.call(
@@ -294,6 +266,21 @@ class SynchroniseDropout:
                 fired(made, f"{node.name} is refused where it draws", self.name, context)
                 count += 1
         return count
+
+    def _watch(self, node: Node, context: Context) -> None:
+        """Let a function of the user, of which nothing is known, run as long as it draws nothing:
+        each rank would draw for its own batch.
+        """
+        writer = Writer(node, self.name)
+        before = writer.call(random_state, name="random_state")
+        told = (
+            f"{node.name} draws random numbers in forward, on several ranks",
+            "each would draw for its own batch, and none what one process would",
+            ["numbers drawn outside, as an input", "torch.randn and its like, in forward itself"],
+        )
+        with node.graph.inserting_after(node):
+            made = node.graph.create_node("call_function", refuse_drawn, (before, *told), {})
+        fired(writer.stamped(made), f"{node.name} is refused if it draws", self.name, context)
 
 
 def _alike(node: Node, root: nn.Module) -> bool:

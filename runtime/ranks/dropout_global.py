@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,66 @@ def fake_rows(input: Tensor, dim: int, unit: int, active: Sequence[bool]) -> Ten
     return torch.empty(collectives.ranks(), dtype=torch.int64)
 
 
+# ---------------------------------------------------------------- this rank's part
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where this rank's rows are in a tensor of the global batch.
+
+    ``like`` is this rank's; ``shape`` that of the global batch, in whose dimension ``dim`` this
+    rank's rows begin at ``first``. ``order`` lists the dimensions from the outermost in memory to
+    the innermost, and ``back`` undoes it.
+    """
+
+    like: Tensor
+    shape: list[int]
+    dim: int
+    first: int
+    order: list[int]
+    back: list[int]
+
+    @classmethod
+    def at(cls, like: Tensor, shape: list[int], dim: int, first: int) -> Part:
+        """``like`` in a tensor of ``shape``."""
+        # Numbers are drawn in memory order, that of the input. Of two dimensions with one stride,
+        # the one of size 1 lies inside the other, as with the single row of a rank: else its stride
+        # were larger.
+        strides = like.stride()
+        order = sorted(range(like.dim()), key=lambda d: (-strides[d], like.shape[d] == 1))
+        back = [order.index(d) for d in range(like.dim())]
+        return cls(like, shape, dim, first, order, back)
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """A tensor of the global batch, laid out in memory as this rank's is."""
+        return torch.empty([self.shape[d] for d in self.order], dtype=dtype).permute(self.back)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's rows of ``whole``."""
+        return whole.narrow(self.dim, self.first, self.like.shape[self.dim])
+
+    def spread(self, own: Tensor, others: float) -> Tensor:
+        """A tensor of the global batch with this rank's rows, and all others filled."""
+        whole = self.empty(own.dtype).fill_(others)
+        self.own(whole).copy_(own.detach())
+        return whole
+
+
+def part_of(like: Tensor, rows: Tensor, dim: int, unit: int, what: str) -> Part:
+    """The part that ``like`` is; ``rows``: from :func:`rows_of_ranks`. Raises UsageError where it
+    has not ``unit`` rows for each sample of this rank; ``what`` is drawn of it, for the message.
+    """
+    rank, counts, shape = collectives.rank(), rows.tolist(), list(like.shape)
+    if shape[dim] != counts[rank] * unit:
+        raise UsageError(
+            f"{what} of {shape[dim]} rows in dimension {dim}, in a batch of {counts[rank]}",
+            why=f"it was taken for {unit} rows a sample",
+            tries=("example=[batch_a, batch_b] of other sizes, to optimize()",),
+        )
+    shape[dim] = sum(counts) * unit
+    return Part.at(like, shape, dim, sum(counts[:rank]) * unit)
+
+
 # ---------------------------------------------------------------- the masks
 
 
@@ -102,50 +163,34 @@ def dropout(
 def noise(input: Tensor, rows: Tensor | None, p: float, dim: int, unit: int) -> Tensor:
     """This rank's part of the factors by which torch's dropout multiplies the global batch."""
     if dim < 0 or rows is None or not input.is_cpu:
-        own = _own_generator(input.device)
+        own = own_generator(input.device)
         return drawn(input.numel(), 0, 0, 1 - p, input.detach(), own).view(input.shape)
-    rank, counts = collectives.rank(), rows.tolist()
-    shape = list(input.shape)
-    if shape[dim] != counts[rank] * unit:
-        raise UsageError(
-            f"dropout of {shape[dim]} rows in dimension {dim}, in a batch of {counts[rank]}",
-            why=f"it was taken for {unit} rows a sample",
-            tries=("example=[batch_a, batch_b] of other sizes, to optimize()",),
-        )
-    first = sum(counts[:rank]) * unit
-    shape[dim] = sum(counts) * unit
-    if 0 in shape:  # torch draws nothing
+    part = part_of(input, rows, dim, unit, "dropout")
+    if 0 in part.shape:  # torch draws nothing
         return torch.ones_like(input)
-    return _noise(input, shape, dim, first, p, generator())
+    return _noise(input.detach(), part, p, generator())
 
 
-def _noise(
-    like: Tensor, shape: Sequence[int], dim: int, first: int, p: float, source: torch.Generator
-) -> Tensor:
-    """The part of the noise of ``shape`` that starts at ``first`` in ``dim``, like ``like``."""
+def _noise(like: Tensor, part: Part, p: float, source: torch.Generator) -> Tensor:
+    """That part of the noise of the global batch, like ``like``."""
     if p == 1:
         return torch.zeros_like(like)
-    # Numbers are drawn in memory order, that of the input. Of two dimensions with one stride, the
-    # one of size 1 lies inside the other, as with the single row of a rank: else its stride were
-    # larger.
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], like.shape[d] == 1))
-    back = [order.index(d) for d in range(like.dim())]
+    shape, dim, first, order = part.shape, part.dim, part.first, part.order
     inner = math.prod(shape) // max(shape[dim], 1)
-    like = like.detach()
     if order[:1] == [dim]:
         after = shape[dim] - first - like.shape[dim]
         made = drawn(like.numel(), first * inner, after * inner, 1 - p, like, source)
-        return made.view([like.shape[d] for d in order]).permute(back)
+        return made.view([like.shape[d] for d in order]).permute(part.back)
     made = drawn(math.prod(shape), 0, 0, 1 - p, like, source)
-    whole = made.view([shape[d] for d in order]).permute(back)
-    return whole.narrow(dim, first, like.shape[dim])
+    return part.own(made.view([shape[d] for d in order]).permute(part.back))
 
 
-def _own_generator(device: torch.device) -> torch.Generator:
-    """A generator for this rank only, seeded by a draw that is the same on all ranks."""
+def own_generator(device: torch.device, *, alike: bool = False) -> torch.Generator:
+    """A generator for this rank only, seeded by a draw that is the same on all ranks; ``alike``:
+    one that is the same on all.
+    """
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator()))
-    seed = (drawn + (collectives.rank() + 1) * _STEP) % 2**63
+    seed = drawn if alike else (drawn + (collectives.rank() + 1) * _STEP) % 2**63
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -44,8 +44,8 @@ def test_rows_of_a_mask_in_any_layout(shape: tuple[int, ...], turned: bool) -> N
     torch.manual_seed(3)
     noise = torch.empty_like(whole).bernoulli_(0.6).div_(0.6)
     part = whole.narrow(dim, 9, 20)
-    given = list(whole.shape), dim, 9, 1 - 0.6
-    found = dropout_global._noise(part, *given, torch.Generator().manual_seed(3))
+    place = dropout_global.Part.at(part, list(whole.shape), dim, 9)
+    found = dropout_global._noise(part, place, 1 - 0.6, torch.Generator().manual_seed(3))
     assert torch.equal(found, noise.narrow(dim, 9, 20))
 
 

@@ -16,10 +16,11 @@ import recast
 from recast import UsageError
 from recast.passes import PIPELINE
 from recast.passes.synchronise import SynchroniseBatchNorm
+from recast.passes.synchronise_draws import SynchroniseDraws
 from recast.passes.synchronise_dropout import SynchroniseDropout
 from recast.runtime import tolerances
 
-PASSES = (*PIPELINE, SynchroniseBatchNorm(), SynchroniseDropout())
+PASSES = (*PIPELINE, SynchroniseBatchNorm(), SynchroniseDraws(), SynchroniseDropout())
 SPLITS = [(4, 4), (5, 0, 3), (1, 2, 3, 4), (2, 2, 2, 2, 2, 2, 2, 2)]
 
 
@@ -226,10 +227,10 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.odd(x)
-        if self.kind == "rand_like":
-            x = x + torch.rand_like(x)
-        elif self.kind == "normal_":
-            x = x + torch.empty_like(x).normal_()
+        if self.kind == "randperm":
+            x = x[torch.randperm(len(x))]
+        elif self.kind == "normal":
+            x = x + torch.normal(x, 0.1)
         elif self.kind == "dropout1d":
             x = F.dropout1d(x.unsqueeze(1), 0.5, self.training).squeeze(1)
         elif self.kind == "in place":
@@ -241,8 +242,8 @@ class Draws(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "in_eval"),
     [
-        ("rand_like", True),
-        ("normal_", True),
+        ("randperm", True),
+        ("normal", True),
         ("rrelu", False),
         ("alpha", False),
         ("dropout1d", False),

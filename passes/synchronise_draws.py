@@ -1,0 +1,220 @@
+"""For several ranks: random numbers that forward draws, as one process draws them for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, note
+from recast.rewriter.order import declare_random
+from recast.rewriter.report.journal import Missed
+from recast.runtime.ranks.draws_global import draw_global_, gumbel_softmax
+
+from .batch_dimension import UNKNOWN, counts
+from .leaf import argument, spec_of
+from .synchronise import Writer, fired
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+ROWS = torch.ops.recast.global_rows.default
+_NAMED = {"dtype", "device", "pin_memory", "size", "memory_format"}
+# Methods in place, and how many numbers they take.
+_METHODS = {
+    "normal_": 2, "uniform_": 2, "exponential_": 1, "bernoulli_": 1, "random_": 2, "geometric_": 1,
+    "cauchy_": 2, "log_normal_": 2,
+}  # fmt: skip
+
+declare_random(draw_global_)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """A node as a method in place that draws into ``made``, which is a node or makes one."""
+
+    node: Node
+    method: str
+    args: Sequence[Any]
+    made: Node | Callable[[Writer], Node]
+    found: tuple[int, int] | None  # see :func:`counts`
+
+
+def _read(node: Node, root: nn.Module) -> _Draw | None:
+    """The draw that ``node`` makes; None if it makes none, or none that is known here."""
+    read = _FUNCTIONS.get(node.target)
+    if node.op == "call_method":
+        read = _bernoulli if node.target == "bernoulli" else _of_method
+    return None if read is None else read(node, counts(node, root))
+
+
+def _of_method(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+    source, *args = node.args
+    numbers = _METHODS.get(str(node.target))
+    if numbers is None or not isinstance(source, Node) or node.kwargs or len(args) > numbers:
+        return None
+    if any(isinstance(a, Node) and isinstance(spec_of(a), Spec) for a in args):
+        return None  # of another shape, perhaps
+    return _Draw(node, str(node.target), args, source, found)
+
+
+def _sized(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]:
+    """A function whose first arguments are ``numbers``, and then a size or several."""
+
+    def read(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+        if set(node.kwargs) - _NAMED or len(node.args) < numbers:
+            return None
+        given, sizes = node.args[:numbers], node.args[numbers:]
+        return _Draw(node, method, given, _maker(torch.empty, sizes, node.kwargs), found)
+
+    return read
+
+
+def _randint(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+    *numbers, size = node.args if "size" not in node.kwargs else (*node.args, None)
+    if set(node.kwargs) - _NAMED or len(numbers) not in (1, 2):
+        return None
+    bounds = [0, *numbers] if len(numbers) == 1 else numbers
+    named = {"dtype": torch.int64, **node.kwargs}
+    sizes = () if size is None else (size,)
+    return _Draw(node, "random_", bounds, _maker(torch.empty, sizes, named), found)
+
+
+def _normal(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+    mean, std = argument(node, 0, "mean"), argument(node, 1, "std")
+    size = argument(node, 2, "size")
+    numbers = all(isinstance(v, (int, float)) for v in (mean, std))
+    named = {k: v for k, v in node.kwargs.items() if k not in ("mean", "std", "size")}
+    if size is None or not numbers or set(named) - _NAMED:
+        return None
+    return _Draw(node, "normal_", (mean, std), _maker(torch.empty, (size,), named), found)
+
+
+def _like(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]:
+    """A function of a tensor, and up to ``numbers`` bounds, that draws one like it."""
+
+    def read(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+        if not node.args or set(node.kwargs) - _NAMED or len(node.args) > 1 + numbers:
+            return None
+        x, *bounds = node.args
+        if numbers and not bounds:
+            return None
+        bounds = [0, *bounds] if numbers and len(bounds) == 1 else bounds
+        return _Draw(node, method, bounds, _maker(torch.empty_like, (x,), node.kwargs), found)
+
+    return read
+
+
+def _bernoulli(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+    """Of a tensor of probabilities; or, with a number for them, of any tensor's shape."""
+    x, p = argument(node, 0, "input"), argument(node, 1, "p")
+    if not isinstance(x, Node) or set(node.kwargs) - {"input", "p"}:
+        return None
+    made = _maker(torch.empty_like, (x,), {})
+    return _Draw(node, "bernoulli_", (x if p is None else p,), made, found)
+
+
+def _maker(
+    make: Callable[..., Tensor], args: Sequence[Any], kwargs: Any
+) -> Callable[[Writer], Node]:
+    def write(writer: Writer) -> Node:
+        with writer.graph.inserting_before(writer.node):
+            made = writer.graph.create_node("call_function", make, tuple(args), dict(kwargs))
+        return writer.stamped(made)
+
+    return write
+
+
+_FUNCTIONS: dict[Any, Callable[[Node, Any], _Draw | None]] = {
+    torch.randn: _sized("normal_"),
+    torch.rand: _sized("uniform_"),
+    torch.randint: _randint,
+    torch.normal: _normal,
+    torch.randn_like: _like("normal_"),
+    torch.rand_like: _like("uniform_"),
+    torch.randint_like: _like("random_", 2),
+    torch.bernoulli: _bernoulli,
+}
+
+
+@dataclass(frozen=True)
+class SynchroniseDraws:
+    """randn_like(x) => draw_global(empty_like(x), global_rows(x), "normal_")
+
+    For more than one rank: what forward draws, each rank draws for the global batch, and keeps its
+    own rows. If it is not known which dimension counts samples, ranks draw numbers of their own,
+    independent of each other, and the report says so. What does not grow with the batch is the same
+    on all ranks. ``F.gumbel_softmax`` is written as its draw and its softmax.
+    """
+
+    name: ClassVar[str] = "synchronise-draws"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Replace the draws of ``graph``; returns how many."""
+        for node in [n for n in graph.nodes if is_call(n, F.gumbel_softmax)]:
+            _open(node, self.name)
+        read = (_read(node, context.root) for node in graph.nodes)
+        draws = [d for d in read if d is not None][: context.fuel_left()]
+        rows: Node | None = None
+        for draw in draws:
+            writer = Writer(draw.node, self.name)
+            made = draw.made if isinstance(draw.made, Node) else draw.made(writer)
+            if rows is None:  # before the first of them, which all ranks begin in one state
+                rows = _rows(writer, graph, made, context.root)
+            self._replace(draw, made, rows, writer, context)
+        return len(draws)
+
+    def _replace(
+        self, draw: _Draw, made: Node, rows: Node, writer: Writer, context: Context
+    ) -> None:
+        dim, unit = (None, 1) if draw.found is None else draw.found
+        name, where, drawn = draw.node.name, note(draw.node).where, draw.node
+        args = made, rows, draw.method, dim, unit, *draw.args
+        if drawn.op == "call_method" and made is drawn.args[0]:  # it stays the user's write
+            drawn.op, drawn.target, drawn.args, drawn.kwargs = (
+                "call_function",
+                draw_global_,
+                args,
+                {},
+            )
+        else:
+            drawn = writer.call(draw_global_, *args, name=name)
+            writer.replace(drawn)
+        what = "random numbers of the global batch" if dim != -1 else "numbers of each rank's own"
+        if dim == -1:
+            why = "which dimension counts the samples is not known: ranks draw numbers of their own"
+            tries = ("example=[batch_a, batch_b] of different sizes", "numbers of (batch, ...)")
+            context.journal.miss(Missed(self.name, name, why, where, tries))
+        fired(drawn, what, self.name, context)
+
+
+def _rows(writer: Writer, graph: Graph, made: Node, root: nn.Module) -> Node:
+    """The node that returns the sizes of all batches, by an input that has one; 0 if none has."""
+    source, found = made, UNKNOWN
+    for node in graph.nodes:
+        counted = counts(node, root) if node.op == "placeholder" else None
+        if counted is not None and counted != UNKNOWN:
+            source, found = node, counted
+            break
+    rows = writer.call(ROWS, source, *found, [True], name="global_rows")
+    annotate(rows, spec=Spec(torch.int64, ("n",)))
+    return rows
+
+
+def _open(node: Node, rule: str) -> None:
+    """Write a gumbel softmax as what it draws, and the rest."""
+    writer = Writer(node, rule)
+    logits, spec = argument(node, 0, "logits"), note(node).spec
+    tau, hard = argument(node, 1, "tau", 1.0), argument(node, 2, "hard", False)
+    dim = argument(node, 4, "dim", -1)
+    format_ = {"memory_format": torch.legacy_contiguous_format}
+    made = _maker(torch.empty_like, (logits,), format_)(writer)
+    with node.graph.inserting_before(node):
+        drawn = writer.stamped(node.graph.create_node("call_method", "exponential_", (made,)))
+    for one in (made, drawn):
+        annotate(one, spec=spec)
+    writer.replace(writer.call(gumbel_softmax, logits, drawn, tau, hard, dim, name=node.name))
