@@ -163,7 +163,7 @@ class Runner:
         if self.swapped is not None or self.signature is None or mode is None:
             return None
         leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
-        if why is not None:
+        if why is not None or self.signature.other_kind(leaves) is not None:
             return None
         case = self.cases[mode]
         if case.asks is not None and not self._answers(case, leaves):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +15,6 @@ from .trees import Key, Outline, flatten, freeze, members, outline, outlined, si
 from .unread import Unread
 
 OTHER_FORM = "the arguments have another structure, or other constants, than the example"
-_dtype_of = attrgetter("dtype")
 Sizes: TypeAlias = "tuple[tuple[int, tuple[tuple[int, int], ...]], ...]"
 
 
@@ -170,7 +168,7 @@ class Signature:
         """Which of the flat inputs means something else than in the example: a mask, not ids, say.
         Asked at each call.
         """
-        if tuple(map(_dtype_of, leaves[: len(self.dtypes)])) == self.dtypes:
+        if tuple([leaf.dtype for leaf in leaves[: len(self.dtypes)]]) == self.dtypes:
             return None
         for leaf, then, label in zip(leaves, self.dtypes, self.labels, strict=False):
             if _kind(leaf.dtype) != _kind(then):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,31 @@ def test_another_length_is_another_form() -> None:
         same(fast(ids), model(ids))
     with pytest.warns(RecastWarning, match="runs its plain forward: ids had 5 in dimension 1"):
         fast(torch.randint(30, (6, 3)))
+
+
+class Picked(nn.Module):
+    """Its rows are picked by a mask, or by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.top = nn.Embedding(30, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, which: Tensor) -> Tensor:
+        out: Tensor = self.top(self.emb(ids))[which]
+        return out
+
+
+def test_a_mask_and_an_index_are_two_forms() -> None:
+    model = Picked()
+    ids = torch.randint(30, (6,))
+    mask, index = torch.arange(6) % 2 == 0, torch.tensor([0, 2, 1, 1, 5, 3])
+    for first, second in ((mask, index), (index, mask)):
+        fast = recast.optimize(model, example=(ids, first), forms=[(ids, second)])
+        assert len(fast.forms) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RecastWarning)
+            for which in (mask, index, mask):
+                same(fast(ids, which), model(ids, which))
 
 
 class Timed(Labelled):
