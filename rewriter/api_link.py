@@ -132,7 +132,7 @@ def _covers(compiled: Compiled, form: Captured) -> bool:
     assert form.signature is not None
     assert form.batches is not None
     calls = [form.signature.unbind(batch) for batch in form.batches]
-    return all(compiled._runner.covered(*call) is not None for call in calls)
+    return all(compiled._runner.covers(*call) for call in calls)
 
 
 def link_what_holds(

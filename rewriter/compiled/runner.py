@@ -160,15 +160,29 @@ class Runner:
         if not self.built:
             self.build()
         mode = self.mode()
-        if self.swapped is not None or self.signature is None or mode is None:
-            return None
-        leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
-        if why is not None or self.signature.other_kind(leaves) is not None:
-            return None
-        case = self.cases[mode]
-        if case.asks is not None and not self._answers(case, leaves):
+        leaves = None if mode is None else self._flat(args, kwargs)
+        if mode is None or leaves is None or not self._takes(self.cases[mode], leaves):
             return None
         return mode, leaves
+
+    def covers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether such a call runs by a graph in each mode, whatever the present one."""
+        if not self.built:
+            self.build()
+        leaves = self._flat(args, kwargs)
+        if leaves is None or not self.cases or self.why_stale() is not None:
+            return False
+        return all(self._takes(case, leaves) for case in self.cases.values())
+
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The values of the placeholders, unless a call with these arguments runs plain."""
+        if self.swapped is not None or self.signature is None:
+            return None
+        leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
+        return leaves if why is None and self.signature.other_kind(leaves) is None else None
+
+    def _takes(self, case: _Case, leaves: list[Any]) -> bool:
+        return case.asks is None or self._answers(case, leaves)
 
     def asked(self, mode: str) -> list[int]:
         """The indices of the placeholders whose values or sizes the guards of a graph read."""

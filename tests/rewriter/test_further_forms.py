@@ -196,6 +196,39 @@ def test_a_mask_and_an_index_are_two_forms() -> None:
                 same(fast(ids, which), model(ids, which))
 
 
+class Cold(nn.Module):
+    """In one mode, a value decides what it computes."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.emb, self.top = nn.Embedding(30, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, warm: Tensor) -> Tensor:
+        out: Tensor = self.top(self.emb(ids))
+        if self.training != self.asks or warm > 0.5:
+            return out
+        return out.sigmoid()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_form_that_one_mode_alone_tells_apart(training: bool, asks: bool) -> None:
+    model = Cold(asks).train(training)
+    ids = torch.randint(30, (6,))
+    fast = recast.optimize(
+        model, example=(ids, torch.tensor(1.0)), forms=[(ids, torch.tensor(0.0))]
+    )
+    assert len(fast.forms) == 1
+    for mode in (False, True):
+        fast.train(mode)
+        model.train(mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RecastWarning)
+            for value in (0.9, 0.1, 0.8):
+                same(fast(ids, torch.tensor(value)), model(ids, torch.tensor(value)))
+
+
 class Timed(Labelled):
     """Without labels it reads the clock, or with them."""
 
