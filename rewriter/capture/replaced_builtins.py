@@ -132,14 +132,16 @@ class _Super:
     """What ``super()`` returns, with ``copied`` of the user's methods in their place."""
 
     def __init__(self, found: Any, copied: Callable[[FunctionType, str], Any]) -> None:
-        self._found, self._copied = found, copied
+        object.__setattr__(self, "held", (found, copied))
 
-    def __getattr__(self, name: str) -> Any:
-        held = getattr(self._found, name)
-        method = held.__func__ if type(held) is MethodType else None
-        if type(method) is not FunctionType or method.__module__.startswith("torch."):
+    def __getattribute__(self, name: str) -> Any:  # every name: __setattr__ is above us, too
+        found, copied = object.__getattribute__(self, "held")
+        held = getattr(found, name)
+        method = held.__func__ if type(held) is MethodType else held
+        if type(method) is not FunctionType or _package(method.__module__) == "torch":
             return held
-        return MethodType(self._copied(method, _package(method.__module__)), held.__self__)
+        made = copied(method, _package(method.__module__))
+        return made if method is held else MethodType(made, held.__self__)
 
 
 def _package(module: str | None) -> str:

@@ -216,6 +216,28 @@ class MethodsOfBases(Scaled):
         return super().share(x) * 2
 
 
+class Halved(Base):
+    @staticmethod
+    def half(x: Tensor) -> Tensor:
+        return x[: int(len(x) * 0.5) + 1]
+
+    @classmethod
+    def share(cls, x: Tensor) -> float:
+        return 1.0 / len(x)
+
+
+@form(ids)
+class FunctionsOfBases(Halved):
+    """``super()`` reaches methods of no object, too, and those that every object has."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = len(x)
+        return self.out(self.table(super().half(x)).sum(1)) * super().share(x) * self.rows
+
+
 @form(lambda rows: ({"x": ids(rows)[0], "scale": 2.0},))
 class KeywordOnly(Base):
     def forward(self, batch: dict[str, Any], *, flip: bool = False, bias: float = 1.0) -> Tensor:

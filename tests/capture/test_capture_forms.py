@@ -175,3 +175,11 @@ def test_example_batches_are_not_kept() -> None:
     read = {str(n.target) for g in it.graphs.values() for n in g.nodes if n.op == "get_attr"}
     held = constants(it.root)
     assert {f"{held.ATTRIBUTE}.{name}" for name in vars(held)} <= read
+
+
+def test_what_is_set_by_super_is_kept() -> None:
+    _, it = captured("FunctionsOfBases")
+    fast = Compiled(it)
+    for rows in (ROWS, 5):
+        fast(*FORMS["FunctionsOfBases"][1](rows))
+        assert fast.rows == rows
