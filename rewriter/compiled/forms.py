@@ -15,7 +15,10 @@ from .runner import Runner
 
 
 def index_of(runners: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The index of the runner whose graphs take this call; 0, the example's form, if none does."""
+    """The index of the runner whose graphs take this call. If none does, that of the first whose
+    example was like it but for sizes and values, so that it says what else is different; 0, the
+    example's form, if there is none.
+    """
     if not torch.compiler.is_compiling():
         for k, runner in enumerate(runners):
             if runner.known_call(args, kwargs) is not None:
@@ -23,4 +26,4 @@ def index_of(runners: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str,
     for k, runner in enumerate(runners):
         if runner.fitting(args, kwargs) is not None:
             return k
-    return 0
+    return next((k for k, runner in enumerate(runners) if runner.resembles(args, kwargs)), 0)

@@ -174,6 +174,13 @@ class Runner:
             return False
         return all(self._takes(case, leaves) for case in self.cases.values())
 
+    def resembles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether such a call has the structure and the constants of the example."""
+        if self.signature is None:
+            return False
+        _, why = self.signature.leaves(self.signature.bind(args, kwargs))
+        return why is None or not why.startswith(OTHER_FORM)
+
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The values of the placeholders, unless a call with these arguments runs plain."""
         if self.swapped is not None or self.signature is None:

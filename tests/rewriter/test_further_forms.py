@@ -171,6 +171,25 @@ def test_another_length_is_another_form() -> None:
         fast(torch.randint(30, (6, 3)))
 
 
+class Judged(Steps):
+    def forward(self, ids: Tensor, label: Tensor | None = None) -> Tensor:
+        state = super().forward(ids).sum(1)
+        return state if label is None else F.mse_loss(state, label)
+
+
+def test_what_is_different_is_told_of_the_nearest_form() -> None:
+    ids = torch.randint(30, (8, 5))
+    model = Judged()
+    fast = recast.optimize(model, example=(ids, torch.rand(8)), forms=[(ids,)])
+    with pytest.warns(RecastWarning, match="runs its plain forward: ids had 5 in dimension 1"):
+        same(fast(ids[:, :3]), model(ids[:, :3]))
+    with (
+        pytest.warns(RecastWarning, match="label is a float, not a Tensor"),
+        pytest.raises(AttributeError),
+    ):
+        fast(ids, 1.0)
+
+
 class Picked(nn.Module):
     """Its rows are picked by a mask, or by their numbers."""
 
