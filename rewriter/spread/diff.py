@@ -120,7 +120,12 @@ class _OnRanks(Trials):
 
     def once(self, model: nn.Module, batch: tuple[Any, ...], how: Any) -> model_runs.Pass:
         made = super().once(model, batch, how)
-        if model is not self.fast:
+        if model is self.fast:
+            reduce: Any = self.fast._dense
+            reduce.finish()  # a further form may reach less than the example's
+            held = {n: p.grad for n, p in model.named_parameters() if n in made.grads}
+            made.grads |= {n: model_runs.dense(g) for n, g in held.items() if g is not None}
+        else:
             known = dict(model.named_parameters())
             of_all = _averaged({n: g for n, g in made.grads.items() if n in known}, known)
             inputs = {n: g for n, g in made.grads.items() if n not in known}

@@ -256,6 +256,14 @@ class DenseReduce:
         if any(id(self.root.get_parameter(name)) in stepped for name in names):
             raise self._unfinished()
 
+    def finish(self) -> None:
+        """Average gradients where backward passes missed some parameters, which get zeros."""
+        missed = [self.root.get_parameter(name) for name in sorted(self.unreached)]
+        if missed:
+            views = [p.view_as(p) for p in missed]
+            torch.autograd.backward(views, [torch.zeros_like(p) for p in missed])
+            self.unreached = set()
+
     def check_outside(self, stepped: set[int]) -> None:
         """Raise UsageError, inside of a backward pass, if any dense parameter is to be ``stepped``
         (``id()``s of parameters).

@@ -306,6 +306,26 @@ def test_the_diff_on_ranks() -> None:
     assert processes(2, rank_of) == [True, True]
 
 
+def test_the_diff_of_a_form_that_reaches_less() -> None:
+    """Its backward pass leaves a layer out; and the next one of the example's form is as always."""
+
+    def rank_of(rank: int) -> bool:
+        model = Headed()
+        plain = copy.deepcopy(model)
+        trained, evaluated = batch(rank, 0)[:2], batch(rank, 0)
+        fast, opt = recast.optimize(
+            model, sgd(model), example=trained, forms=[evaluated], sharding="row_wise"
+        )
+        report = recast.diff(plain, fast, [evaluated, trained], steps=0).check()
+        recast.diff(plain, fast, evaluated, steps=0).check()
+        opt.step()
+        fast(*trained).sum().backward()
+        opt.step()
+        return report.ok
+
+    assert processes(2, rank_of) == [True, True]
+
+
 def test_printed_before_there_are_ranks() -> None:
     fast = spread(Ranked(), world_size=4, sharding="row_wise")
     assert fast.report.graph_text.count("recast.send_ids") == 2
