@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from .runner import Runner
 
@@ -27,3 +28,9 @@ def index_of(runners: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str,
         if runner.fitting(args, kwargs) is not None:
             return k
     return next((k for k, runner in enumerate(runners) if runner.resembles(args, kwargs)), 0)
+
+
+@_disable_dynamo  # on ranks, where torch.compile takes up what is between exchanges alone
+def index_apart(runners: Sequence[Runner], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """:func:`index_of`, outside of what is compiled."""
+    return index_of(runners, args, kwargs)

@@ -130,21 +130,22 @@ class Compiled(nn.Module):
                 "its forward takes *args, for all of which a trace has one proxy",
                 "result.graph, which is an fx graph already",
             )
+        compiling = self._dense is not None and torch.compiler.is_compiling()
+        if compiling:  # told with fullgraph=True
+            torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
         form = self._form_of(args, kwargs) if self._forms else 0
         runner = self._forms[form - 1]._runner if form else self._runner
         if self._replays is not None:
             return self._replays(runner, args, kwargs)
         if self._dense is not None:
-            run = runner.__call__
-            if torch.compiler.is_compiling():  # told with fullgraph=True
-                torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
-                run = runner.compiled
+            run = runner.compiled if compiling else runner.__call__
             return self._dense(run, args, kwargs, form)
         return runner(args, kwargs)
 
     def _form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """0 if the graphs of the example run this call, else the number of a further form."""
-        return forms.index_of([one._runner for one in (self, *self._forms)], args, kwargs)
+        index_of = forms.index_of if self._dense is None else forms.index_apart
+        return index_of([one._runner for one in (self, *self._forms)], args, kwargs)
 
     def running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """The result whose graphs run this call: this one, or that of a further form."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -91,6 +92,12 @@ class Runner:
 
     def build(self) -> None:
         """Generate the code, and list what must not change."""
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            _build_apart(self)  # it may take up any function, in a first call that is compiled
+        else:
+            self._build()
+
+    def _build(self) -> None:
         self.known = None
         self.original = vars(self.root).get("forward")
         taken = getattr(getattr(self.original, "__self__", None), "_runner", None)
@@ -210,7 +217,7 @@ class Runner:
         if call is not None:
             return self._go(*call, args, kwargs, False)
         if not self.built:
-            _build_apart(self) if piecewise else self.build()
+            self.build()
         signature = self.signature
         if signature is None or not self.cases:  # then no table is spread
             if self.swapped is not None:
@@ -566,7 +573,7 @@ def _check_memory(name: str, root: nn.Module) -> None:
 
 @_disable_dynamo  # torch.compile does not know our extension
 def _build_apart(runner: Runner) -> None:
-    runner.build()
+    runner._build()
 
 
 @_disable_dynamo

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from recast.errors import UsageError
 from recast.runtime.ranks import collectives
@@ -47,6 +48,7 @@ class ModeExchange:
     def __init__(self) -> None:
         self.mode, self.done = current(), False
 
+    @_disable_dynamo
     def run(self) -> None:
         """Raise UsageError, on every rank, unless all call in the same mode. A collective."""
         if not self.done:

@@ -75,6 +75,34 @@ def test_a_small_model_trains() -> None:
         assert "ranks talk to each other outside of compiled parts" in text
 
 
+class Scored(Small):
+    def forward(self, ids: Tensor, label: Tensor | None = None) -> Tensor:
+        out = super().forward(ids)
+        return out.sigmoid() if label is None else nn.functional.mse_loss(out, label)
+
+
+def test_forms() -> None:
+    torch.manual_seed(8)
+    model, ids, label = Scored(), torch.randint(9, (10, 3)), torch.rand(10)
+    wanted = model(ids, label).item(), model(ids).detach()
+    device.extension()
+    assert shards_state.hook
+
+    def one(rank: int) -> str:
+        given: Any = {"example": (ids, label), "forms": [(ids,)], "sharding": "row_wise"}
+        fast = recast.optimize(copy.deepcopy(model), **given)
+        compiled, graphs = _counted(fast)
+        compiled(ids, label).backward()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids, label).item(), wanted[0])
+            torch.testing.assert_close(compiled(ids), wanted[1])
+        assert graphs
+        return _refusal(fast, (ids,))
+
+    for text in processes(2, one):
+        assert "ranks talk to each other outside of compiled parts" in text
+
+
 def test_every_lookup_trains() -> None:
     torch.manual_seed(6)
     model, sizes = Every(), SIZES[2]

@@ -353,11 +353,13 @@ def test_a_change_of_the_model_is_seen_by_both() -> None:
     assert fast.why_stale() is not None
 
 
-def test_torch_compile_runs_both() -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_torch_compile_runs_both(copied: bool) -> None:
+    """Also if its first call is that of a copy, which is not built yet."""
     plain, fast = made()
     for one in (plain, fast):
         one.eval()
-    compiled = torch.compile(fast, backend="eager")
+    compiled = torch.compile(copy.deepcopy(fast) if copied else fast, backend="eager")
     for _ in range(2):
         same(compiled(*batch(8)), plain(*batch(8)))
         same(compiled(*batch(8)[:2]), plain(*batch(8)[:2]))
