@@ -305,7 +305,7 @@ def _record_forwards(compiled: Compiled, captured: Captured) -> None:
 
 def _only_looked_up(compiled: Compiled) -> None:
     """Raise UsageError where forward reads the weight of a dynamic table as a matrix."""
-    for one in compiled.with_graphs():
+    for one in compiled._with_graphs():
         for graph in one._graphs.values():
             node = library.misread(graph, one._root)
             if node is not None:

@@ -114,7 +114,7 @@ def _link_forms(
             one.report.model = label
             report.forms.append(one.report)
             further.append(one)
-    compiled.add_forms(further)
+    compiled._add_forms(further)
     if captured.forms:
         seconds = sum(form.seconds for form in captured.forms)
         report.seconds["forms"] = seconds + time.perf_counter() - started

@@ -147,15 +147,15 @@ class Compiled(nn.Module):
         index_of = forms.index_of if self._dense is None else forms.index_apart
         return index_of([one._runner for one in (self, *self._forms)], args, kwargs)
 
-    def running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    def _running_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """The result whose graphs run this call: this one, or that of a further form."""
         return (self, *self._forms)[self._form_of(args, kwargs)] if self._forms else self
 
-    def add_forms(self, further: Sequence[Compiled]) -> None:
+    def _add_forms(self, further: Sequence[Compiled]) -> None:
         """Let ``further``, results over the same root, run the calls that they take."""
         vars(self)["_forms"] = tuple(further)
 
-    def with_graphs(self) -> list[Compiled]:
+    def _with_graphs(self) -> list[Compiled]:
         """This, its further forms, and the captured parts of each: all that have graphs."""
         parts = [part for one in (self, *self._forms) for part in one._parts.values()]
         return [self, *self._forms, *parts]
@@ -205,7 +205,7 @@ class Compiled(nn.Module):
         """The tensors of this batch to which ids may be appended without effect, since they are cut
         by offsets with an end. There are none if the plain forward would run.
         """
-        one = self.running(args, kwargs)
+        one = self._running_form(args, kwargs)
         signature = one._runner.signature
         # What decides which graph runs must not change with the number of ids.
         fixed = [] if signature is None else [k for k, _ in signature.fixed]
@@ -215,7 +215,7 @@ class Compiled(nn.Module):
         """The tensors of this batch that are used only as ids and offsets of lookups, which may be
         int32 or int64. There are none if the plain forward would run, or forward reads dtypes.
         """
-        one = self.running(args, kwargs)
+        one = self._running_form(args, kwargs)
         signature = one._runner.signature
         if signature is None or signature.strict_dtypes:
             return []
@@ -387,7 +387,7 @@ class Compiled(nn.Module):
             raise
         for one in (self, *self._parts.values()):
             constants(one._root).apply(lambda held: _moved(held, fn))
-        for one in self.with_graphs():
+        for one in self._with_graphs():
             one._apply_rest(fn)
         return self
 
@@ -450,7 +450,7 @@ class Compiled(nn.Module):
         if state["forward"] is not None:
             own["forward"] = state["forward"]
         if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
-            for one in self.with_graphs():
+            for one in self._with_graphs():
                 one._share()
         if self._places is not None:
             self._places.renew(self._root)

@@ -151,7 +151,7 @@ class _Search:
             restore()
             return Graphs(before, after, want, got, self.rtol, mode).search()
 
-        ran = self.fast.running(args, {}) if isinstance(self.fast, Compiled) else self.fast
+        ran = self.fast._running_form(args, {}) if isinstance(self.fast, Compiled) else self.fast
         again = self.again
         if again is not None and ran is not self.fast:
             again = capture(self.plain, args)  # of a further form

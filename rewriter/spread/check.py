@@ -59,7 +59,7 @@ def check_lookups(compiled: Compiled) -> None:
                 raise _by_batch(path, *_MAX_NORM)
             if module.scale_grad_by_freq:
                 raise _by_batch(path, *_BY_FREQUENCY)
-    for one in compiled.with_graphs():
+    for one in compiled._with_graphs():
         for graph in one._graphs.values():
             for node in graph.nodes:
                 if is_call(node, F.embedding, F.embedding_bag):

@@ -110,6 +110,7 @@ class OfGraphs(nn.Module):
         self.graphs = [[0, 1]]
         self.register_buffer("graph", torch.eye(4))
         self.parts = nn.ModuleList([nn.Linear(4, 4)])
+        self.forms = self.running = False
 
     def code(self) -> str:
         return "its own"
@@ -124,6 +125,7 @@ def test_names_that_the_result_has_are_the_users() -> None:
     fast: Any = recast.optimize(model, example=ids)
     assert fast.graph is model.graph and fast.graphs is fast._root.graphs
     assert isinstance(fast.parts[0], nn.Linear) and fast.code() == "its own"
+    assert fast.forms is False and fast.running is False
     assert "recast.embedding_bags" in str(fast) and fast.report.captured == "whole"
     assert copy.deepcopy(fast).graphs == [[0, 1]]
     torch.testing.assert_close(fast(ids), model(ids))

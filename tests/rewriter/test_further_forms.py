@@ -72,9 +72,9 @@ def test_each_form_runs_its_own_graph() -> None:
     (without,) = fast.forms
     for k, rows in enumerate((16, 9, 1)):
         with_label, users = batch(rows, k), batch(rows, k)[:2]
-        assert fast.running(with_label, {}) is fast
-        assert fast.running(users, {}) is without
-        assert fast.running((), dict(zip(("user", "item"), users, strict=True))) is without
+        assert fast._running_form(with_label, {}) is fast
+        assert fast._running_form(users, {}) is without
+        assert fast._running_form((), dict(zip(("user", "item"), users, strict=True))) is without
         for one in (plain, fast):
             one.train(rows > 1)
         same(fast(*with_label), plain(*with_label))
