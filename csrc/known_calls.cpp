@@ -21,12 +21,14 @@ namespace {
 
 using recast::TensorReader;
 
-// One argument: a tensor, a container of tensors alone, or None, or a container of those.
+// One argument: a tensor, a container of tensors alone, or None, or a container of those; or a
+// number or text.
 struct Part {
-  enum class Kind { tensor, none, tuple, list, dict } kind = Kind::tensor;
+  enum class Kind { tensor, none, constant, tuple, list, dict } kind = Kind::tensor;
   bool nones = false;  // the container holds nothing else
   Py_ssize_t count = 0;
-  py::tuple keys;  // of a dict
+  py::tuple keys;    // of a dict
+  py::object value;  // of a constant
 };
 
 // What a graph takes for granted of the modules.
@@ -168,10 +170,22 @@ class KnownCalls {
         if (PyUnicode_CheckExact(key.ptr()) == 0) return false;  // to compare it may run any code
       return true;
     }
+    if (is_constant(kind.ptr())) {
+      part.kind = Part::Kind::constant;
+      part.value = form;
+      return true;
+    }
     const bool tuple = kind.ptr() == reinterpret_cast<PyObject*>(&PyTuple_Type);
     part.kind = tuple ? Part::Kind::tuple : Part::Kind::list;
     part.count = py::cast<Py_ssize_t>(form);
     return tuple || kind.ptr() == reinterpret_cast<PyObject*>(&PyList_Type);
+  }
+
+  // Whether to compare two of this class runs no code of the user's.
+  static bool is_constant(const PyObject* kind) {
+    for (const PyTypeObject* one : {&PyBool_Type, &PyLong_Type, &PyFloat_Type, &PyUnicode_Type})
+      if (kind == reinterpret_cast<const PyObject*>(one)) return true;
+    return false;
   }
 
   // Fills `leaves`, borrowed; false if the arguments have another form.
@@ -191,6 +205,9 @@ class KnownCalls {
         return true;
       case Part::Kind::none:
         return value == Py_None;
+      case Part::Kind::constant:
+        return Py_TYPE(value) == Py_TYPE(part.value.ptr()) &&
+               PyObject_RichCompareBool(value, part.value.ptr(), Py_EQ) == 1;
       case Part::Kind::tuple:
         return PyTuple_CheckExact(value) != 0 && PyTuple_GET_SIZE(value) == part.count &&
                items(&PyTuple_GET_ITEM(value, 0), part, leaves);

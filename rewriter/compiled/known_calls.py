@@ -16,7 +16,6 @@ from .entries import ABSENT
 from .external_state import Check
 from .signature import Signature
 from .snapshots import Settled
-from .trees import outline
 from .value_checks import Function, ProcessLocal, Same
 
 _DECLINED = -1
@@ -42,7 +41,7 @@ class KnownCalls:
         self._sized, self._functions, rest = _sorted(assumptions.checks)
         self._rest = Settled(rest) if rest else None  # what the extension cannot ask
         self._modules = self._list()
-        form = outline(signature.key)
+        form = signature.form()
         self._recognizer: Recognizer | None = None
         if recognizer is not None and form is not False and signature.binds_as_given:
             self._recognizer = recognizer(form, sorted(lazy), self._modules[0])

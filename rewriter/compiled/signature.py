@@ -129,9 +129,7 @@ class Signature:
 
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
         """The flat inputs of the graph, and why this call is not covered (None: it is)."""
-        if self.outline is None:
-            self.outline = outline(self.key)
-        leaves = outlined(self.outline, ordered)
+        leaves = outlined(self.form(), ordered)
         if leaves is None:
             ordered = self.settled(ordered)
             leaves, same = self._flattened(ordered)
@@ -210,6 +208,12 @@ class Signature:
                     " resolve_neg().resolve_conj() does"
                 )
         return None
+
+    def form(self) -> Outline:
+        """The outline of the arguments; False where a number may be any."""
+        if self.outline is None:
+            self.outline = not self.numbers and outline(self.key)
+        return self.outline
 
     def difference(self, ordered: tuple[Any, ...]) -> str:
         """What sets these arguments apart from the example, in a few words."""

@@ -30,6 +30,7 @@ _LEAF = (torch.Tensor, Hole)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _NONE = type(None)
 _NONES = {_NONE}
+_CONSTANTS = {bool, int, float, str}
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -79,10 +80,10 @@ def signs(key: Key) -> list[tuple[int, str]]:
     ]
 
 
-# The form of arguments that are tensors or None, lists and tuples of only tensors or only None, and
-# dicts of tensors. It has one entry per argument: None for a tensor, else the kind of the container
-# and its length or keys; NoneType instead of a kind if there is no tensor. False for other
-# arguments.
+# The form of arguments that are tensors, None or numbers and text that are as in the example, lists
+# and tuples of only tensors or only None, and dicts of tensors. It has one entry per argument: None
+# for a tensor, else the kind of the container and its length or keys, or of the constant and
+# itself; NoneType instead of a kind if there is no tensor. False for other arguments.
 Outline = list[tuple[Any, Any] | None] | Literal[False]
 
 
@@ -99,6 +100,10 @@ def outline(key: Key) -> Outline:
         form = key[k + 1]
         if kind is _NONE:
             found.append((kind, None))
+            k += 2
+            continue
+        if kind in _CONSTANTS and (kind is not float or form not in (0.0, math.nan)):
+            found.append((kind, form))
             k += 2
             continue
         if kind not in (tuple, list, dict):
@@ -133,6 +138,9 @@ def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
                 return None
         elif type(value) is not one[0]:
             return None
+        elif one[0] in _CONSTANTS:
+            if value != one[1]:
+                return None
         elif isinstance(value, dict):
             if tuple(value) != one[1]:
                 return None

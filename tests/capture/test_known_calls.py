@@ -77,6 +77,32 @@ def test_forms(kind: type[Net], args: tuple[Any, ...]) -> None:
     torch.testing.assert_close(fast(*args), model(*args))
 
 
+class WithConstants(Net):
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, weights: Tensor, twice: bool = True, times: int = 1, by: float = 0.5,
+        how: str = "sum", power: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        out = super().forward(ids, weights) * (2 if twice else 1) * times * by
+        return out + power if how == "sum" else out
+
+
+def test_constants() -> None:
+    given: list[Any] = [True, 1, 0.5, "sum"]
+    model = WithConstants().eval()
+    for power in (0.0, 3.0):  # zeros are told by their sign, in Python
+        fast = recast.optimize(model, example=(IDS, WEIGHTS, *given, power))
+        for _ in range(2):
+            fast(IDS, WEIGHTS, *given, power)
+        assert is_known(fast, IDS, WEIGHTS, *given, power) == bool(power)
+    others = {0: (False, 1, "", None), 1: (2, True, 1.0), 2: (0.25, 1, float("nan")), 3: ("", b"")}
+    for k, values in others.items():
+        for value in values:
+            assert not is_known(fast, IDS, WEIGHTS, *given[:k], value, *given[k + 1 :], 3.0), value
+    with pytest.warns(RecastWarning, match="times is another int"):
+        got = fast(IDS, WEIGHTS, True, 2, power=3.0)
+    torch.testing.assert_close(got, model(IDS, WEIGHTS, True, 2, power=3.0))
+
+
 def test_by_name() -> None:
     model, fast = made()
     assert is_known(fast, ids=IDS, weights=WEIGHTS)
