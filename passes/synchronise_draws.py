@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 ROWS = torch.ops.recast.global_rows.default
-_NAMED = {"dtype", "device", "pin_memory", "size", "memory_format"}
-# Methods in place, and how many numbers they take.
-_METHODS = {
-    "normal_": 2, "uniform_": 2, "exponential_": 1, "bernoulli_": 1, "random_": 2, "geometric_": 1,
-    "cauchy_": 2, "log_normal_": 2,
+_NAMED = {"dtype", "device", "layout", "pin_memory", "size", "memory_format"}
+# Methods in place, and the numbers they take, by name, with their defaults.
+_METHODS: dict[str, dict[str, float | None]] = {
+    "normal_": {"mean": 0.0, "std": 1.0}, "uniform_": {"from": 0.0, "to": 1.0},
+    "exponential_": {"lambd": 1.0}, "bernoulli_": {"p": 0.5}, "random_": {"from": None, "to": None},
+    "geometric_": {"p": None}, "cauchy_": {"median": 0.0, "sigma": 1.0},
+    "log_normal_": {"mean": 1.0, "std": 2.0},
 }  # fmt: skip
 
 declare_random(draw_global_)
@@ -55,8 +57,13 @@ def _read(node: Node, root: nn.Module) -> _Draw | None:
 def _of_method(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     source, *args = node.args
     numbers = _METHODS.get(str(node.target))
-    if numbers is None or not isinstance(source, Node) or node.kwargs or len(args) > numbers:
+    if numbers is None or not isinstance(source, Node) or set(node.kwargs) - set(numbers):
         return None
+    if node.kwargs:
+        given = {**numbers, **dict(zip(numbers, args, strict=False)), **node.kwargs}
+        args = [*given.values()]
+        if None in args:
+            return None
     if any(isinstance(a, Node) and isinstance(spec_of(a), Spec) for a in args):
         return None  # of another shape, perhaps
     return _Draw(node, str(node.target), args, source, found)
@@ -66,30 +73,32 @@ def _sized(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]
     """A function whose first arguments are ``numbers``, and then a size or several."""
 
     def read(node: Node, found: tuple[int, int] | None) -> _Draw | None:
-        if set(node.kwargs) - _NAMED or len(node.args) < numbers:
+        named = _named(node)
+        if named is None or len(node.args) < numbers:
             return None
         given, sizes = node.args[:numbers], node.args[numbers:]
-        return _Draw(node, method, given, _maker(torch.empty, sizes, node.kwargs), found)
+        return _Draw(node, method, given, _maker(torch.empty, sizes, named), found)
 
     return read
 
 
 def _randint(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     *numbers, size = node.args if "size" not in node.kwargs else (*node.args, None)
-    if set(node.kwargs) - _NAMED or len(numbers) not in (1, 2):
+    named = _named(node)
+    if named is None or len(numbers) not in (1, 2):
         return None
     bounds = [0, *numbers] if len(numbers) == 1 else numbers
-    named = {"dtype": torch.int64, **node.kwargs}
     sizes = () if size is None else (size,)
-    return _Draw(node, "random_", bounds, _maker(torch.empty, sizes, named), found)
+    made = _maker(torch.empty, sizes, {"dtype": torch.int64, **named})
+    return _Draw(node, "random_", bounds, made, found)
 
 
 def _normal(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     mean, std = argument(node, 0, "mean"), argument(node, 1, "std")
     size = argument(node, 2, "size")
     numbers = all(isinstance(v, (int, float)) for v in (mean, std))
-    named = {k: v for k, v in node.kwargs.items() if k not in ("mean", "std", "size")}
-    if size is None or not numbers or set(named) - _NAMED:
+    named = _named(node, "mean", "std", "size")
+    if size is None or not numbers or named is None:
         return None
     return _Draw(node, "normal_", (mean, std), _maker(torch.empty, (size,), named), found)
 
@@ -98,15 +107,26 @@ def _like(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]:
     """A function of a tensor, and up to ``numbers`` bounds, that draws one like it."""
 
     def read(node: Node, found: tuple[int, int] | None) -> _Draw | None:
-        if not node.args or set(node.kwargs) - _NAMED or len(node.args) > 1 + numbers:
+        named = _named(node)
+        if not node.args or named is None or len(node.args) > 1 + numbers:
             return None
         x, *bounds = node.args
         if numbers and not bounds:
             return None
         bounds = [0, *bounds] if numbers and len(bounds) == 1 else bounds
-        return _Draw(node, method, bounds, _maker(torch.empty_like, (x,), node.kwargs), found)
+        return _Draw(node, method, bounds, _maker(torch.empty_like, (x,), named), found)
 
     return read
+
+
+def _named(node: Node, *but: str) -> dict[str, Any] | None:
+    """The arguments by name ``but`` these, for what makes a tensor to draw into; None if it has
+    others.
+    """
+    named = {k: v for k, v in node.kwargs.items() if k not in but}
+    if named.get("requires_grad") is False:
+        del named["requires_grad"]
+    return None if set(named) - _NAMED else named
 
 
 def _bernoulli(node: Node, found: tuple[int, int] | None) -> _Draw | None:

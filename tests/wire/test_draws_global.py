@@ -31,6 +31,8 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint_like": lambda h: torch.randint_like(h, 7),
     "normal": lambda h: torch.normal(0.5, 2.0, size=h.shape),
     "normal_": lambda h: torch.empty_like(h).normal_(0, 0.1),
+    "normal_ by name": lambda h: torch.zeros_like(h).normal_(std=0.1),
+    "without a gradient": lambda h: torch.randn(h.shape[0], 4, requires_grad=False),
     "uniform_ of many": lambda h: torch.zeros(h.size(0), 900).uniform_(-1, 1).sum(1, True),
     "exponential_": lambda h: h.new_empty(h.shape).exponential_(),
     "bernoulli": lambda h: torch.bernoulli(torch.sigmoid(h)),
