@@ -16,7 +16,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,10 +102,16 @@ class ReplacedBuiltins:
         if old.__code__ in self.outside:
             return wrapper(self.tracer, old)
         if id(old) not in self.copies:
-            scope = self._scope(old.__globals__, package)
-            new = FunctionType(old.__code__, scope, old.__name__, old.__defaults__, old.__closure__)
+            scope, cells = self._scope(old.__globals__, package), old.__closure__ or ()
+            # Those that hold functions, as a decorator's do, are filled below: one may be its own.
+            own = [CellType() if _holds_function(cell, package) else cell for cell in cells]
+            closure = tuple(own) if cells else None
+            new = FunctionType(old.__code__, scope, old.__name__, old.__defaults__, closure)
             new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
             self.copies[id(old)] = old, new
+            for cell, made in zip(cells, own, strict=True):
+                if made is not cell:
+                    made.cell_contents = self.function(cell.cell_contents, package)
         return self.copies[id(old)][1]
 
     def _scope(self, names: dict[str, Any], package: str) -> dict[str, Any]:
@@ -142,6 +148,15 @@ class _Super:
             return held
         made = copied(method, _package(method.__module__))
         return made if method is held else MethodType(made, held.__self__)
+
+
+def _holds_function(cell: CellType, package: str) -> bool:
+    """Whether ``cell`` holds a function of ``package``."""
+    try:
+        held = cell.cell_contents
+    except ValueError:  # it is empty
+        return False
+    return type(held) is FunctionType and _package(held.__module__) == package
 
 
 def _package(module: str | None) -> str:

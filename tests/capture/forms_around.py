@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -200,6 +202,25 @@ class OverRows(Base):
 class Scaled(OverRows):
     def forward(self, x: Tensor) -> Tensor:
         return super(Scaled, self).forward(x) + len(x)  # noqa: UP008
+
+
+def handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@form(ids)
+class Decorated(Base):
+    """What a decorator wraps does with the number of rows."""
+
+    @handing_on
+    @handing_on
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.table(x).sum(1))
+        return out / len(x)
 
 
 @form(ids)
