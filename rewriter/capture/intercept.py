@@ -77,7 +77,18 @@ def _call(
             return getattr(torch.Tensor, name)(*args)
     if name == "size":
         return size(tracer, *args, **kwargs)
+    if name == "new" and _are_sizes(args[1:]):  # to torch, traced ones are numbers to hold
+        name = "new_empty"
     return tracer.record("call_method", name, args, kwargs)
+
+
+def _are_sizes(args: tuple[Any, ...]) -> bool:
+    """Whether ``x.new(*args)`` makes a tensor of that size, rather than of those numbers."""
+    if len(args) == 1 and type(args[0]) in (Shape, torch.Size):
+        return True
+    return bool(args) and all(
+        type(one) is int or (isinstance(one, Value) and one.number) for one in args
+    )
 
 
 def _wrapper(func: Any) -> bool:

@@ -204,6 +204,16 @@ class Scaled(OverRows):
         return super(Scaled, self).forward(x) + len(x)  # noqa: UP008
 
 
+@form(ids)
+class NewOfASize(Base):
+    """The constructor of older code: a size, or the numbers to hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.table(x).sum(1)
+        noise = e.data.new(e.size()).zero_() + e.new(len(x), 4).fill_(0.1) + e.new([1.0, 2, 3, 4])
+        return self.out(e + noise)
+
+
 def handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
