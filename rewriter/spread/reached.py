@@ -1,8 +1,9 @@
 """Which parameters the outputs of a graph lead back to: those whose gradients ranks average.
 
 A value may reach an output by a write in place into what is read later (``out[rows] = y``); one
-that is detached leads no further. Gradients of a parameter that this misses are refused when a
-backward pass comes to it (``runtime/ranks/dense_reduce``).
+that is detached, or of whole numbers, leads no further, but what is written into it later does.
+Gradients of a parameter that this misses are refused when a backward pass comes to it
+(``runtime/ranks/dense_reduce``).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import nn
 
 from recast.rewriter import alias, order
-from recast.rewriter.ir import Graph, Node
+from recast.rewriter.ir import Graph, Node, Spec, is_call, note
 from recast.rewriter.rule import resolve
 
-_ENDS = ("detach", torch.detach)  # a method, a function
+_DETACH = ("detach", "detach_", torch.detach, torch.detach_)  # methods, functions
 
 
 def reached(graph: Graph | None, root: nn.Module) -> set[str]:
@@ -36,19 +37,34 @@ def reached(graph: Graph | None, root: nn.Module) -> set[str]:
 
 def _nodes(graph: Graph, root: nn.Module) -> set[Node]:
     """The output, and all that leads to it."""
-    known = alias.roots(graph, root)
+    known, place = alias.roots(graph, root), order.positions(graph)
     writing = [n for n in graph.nodes if order.writes(n, root)]
     seen: set[Node] = set()
+    ends: set[Node] = set()
     left = [n for n in graph.nodes if n.op == "output"]
     while left:
         while left:
             node = left.pop()
-            if node not in seen and node.target not in _ENDS:
+            if _ends(node):
+                ends.add(node)
+            elif node not in seen:
                 seen.add(node)
                 left += node.all_input_nodes
         memory = frozenset[object]().union(*(known[n] for n in seen))
-        left = [n for n in writing if n not in seen and alias.touched(n, root, known) & memory]
+        for n in writing:
+            if n not in seen and n not in ends:
+                hit = alias.touched(n, root, known)
+                if hit & memory or any(hit & known[e] and place[e] < place[n] for e in ends):
+                    left.append(n)
     return seen
+
+
+def _ends(node: Node) -> bool:
+    """Whether no gradient goes from ``node`` to its inputs."""
+    if node.target in _DETACH or (is_call(node, getattr) and node.args[1] == "data"):
+        return True
+    spec = note(node).spec
+    return isinstance(spec, Spec) and not (spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 
 def _value(root: nn.Module, path: str) -> object:

@@ -61,7 +61,17 @@ class InTwoSteps(Base):
         return outer + 1
 
 
-WAYS = (ByMask, ThroughViews, InTwoSteps)
+class IntoDetached(Base):
+    """What is detached is written into later."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        out = torch.zeros_like(x).detach()
+        out[:, :2] = self.first(x)[:, :2]
+        return out + self.second(x)
+
+
+WAYS = (ByMask, ThroughViews, InTwoSteps, IntoDetached)
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -108,22 +118,48 @@ class Detached(Base):
         return self.first(x) - taught.detach() + self.kept
 
 
-def test_what_is_detached_is_not_waited_for() -> None:
-    captured = capture(Detached(), batch(0, 0))
+class ByData(Detached):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        return self.first(x) - self.second(x).data * self.second.weight.data.sum()
+
+
+class DetachedInPlace(Detached):
+    """It has been written into before that, not since."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        taught = torch.zeros_like(x)
+        taught[:, 1:] = self.second(x)[:, 1:]
+        return self.first(x) - taught.detach_()
+
+
+class ByNumber(Detached):
+    """The nearest row, and a mask."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        taught = self.second(x)
+        return self.first(x) + self.rows(taught.argmax(1)) * (taught > 0).float()
+
+
+@pytest.mark.parametrize("kind", [Detached, ByData, DetachedInPlace, ByNumber])
+def test_what_is_detached_is_not_waited_for(kind: type[Base]) -> None:
+    captured = capture(kind(), batch(0, 0))
     assert captured.kind == "whole"
     for graph in captured.graphs.values():
         names = reached(graph, captured.root)
         assert names == {"rows.weight", "first.weight", "first.bias"}
 
     def rank_of(rank: int) -> dict[str, Tensor]:
-        model = Detached()
+        model = kind()
         fast, opt = recast.optimize(model, sgd(model), example=batch(0, 0), sharding="row_wise")
         return trained(fast, opt, lambda step: batch(rank, step))
 
     first, second = run(2, rank_of)
     for name in ("first.weight", "second.weight"):
         assert torch.equal(first[name], second[name])
-    assert torch.equal(first["second.weight"], Detached().second.weight)
+    assert torch.equal(first["second.weight"], kind().second.weight)
 
 
 class Beside(Base):
