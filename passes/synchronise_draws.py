@@ -84,10 +84,9 @@ def _sized(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]
 
 def _randint(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     *numbers, size = node.args if "size" not in node.kwargs else (*node.args, None)
-    named = _named(node)
-    if named is None or len(numbers) not in (1, 2):
+    bounds, named = _bounds(node, numbers), _named(node, "low", "high")
+    if named is None or bounds is None:
         return None
-    bounds = [0, *numbers] if len(numbers) == 1 else numbers
     sizes = () if size is None else (size,)
     made = _maker(torch.empty, sizes, {"dtype": torch.int64, **named})
     return _Draw(node, "random_", bounds, made, found)
@@ -103,20 +102,31 @@ def _normal(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     return _Draw(node, "normal_", (mean, std), _maker(torch.empty, (size,), named), found)
 
 
-def _like(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]:
-    """A function of a tensor, and up to ``numbers`` bounds, that draws one like it."""
+def _like(method: str, *, bounded: bool = False) -> Callable[[Node, Any], _Draw | None]:
+    """A function of a tensor, and of bounds if it is ``bounded``, that draws one like it."""
 
     def read(node: Node, found: tuple[int, int] | None) -> _Draw | None:
-        named = _named(node)
-        if not node.args or named is None or len(node.args) > 1 + numbers:
+        named = _named(node, *(("low", "high") if bounded else ()))
+        if not node.args or named is None:
             return None
-        x, *bounds = node.args
-        if numbers and not bounds:
+        x, *numbers = node.args
+        bounds = _bounds(node, numbers) if bounded else None if numbers else []
+        if bounds is None:
             return None
-        bounds = [0, *bounds] if numbers and len(bounds) == 1 else bounds
         return _Draw(node, method, bounds, _maker(torch.empty_like, (x,), named), found)
 
     return read
+
+
+def _bounds(node: Node, numbers: Sequence[Any]) -> list[Any] | None:
+    """The lowest of the integers to be drawn and the end, of which ``numbers`` are given by place;
+    None if there is no end.
+    """
+    named = node.kwargs
+    given = [*numbers, *(named[name] for name in ("low", "high") if name in named)]
+    if len(given) == 1 and "low" not in named:
+        return [0, *given]
+    return given if len(given) == 2 else None
 
 
 def _named(node: Node, *but: str) -> dict[str, Any] | None:
@@ -124,8 +134,9 @@ def _named(node: Node, *but: str) -> dict[str, Any] | None:
     others.
     """
     named = {k: v for k, v in node.kwargs.items() if k not in but}
-    if named.get("requires_grad") is False:
-        del named["requires_grad"]
+    for name, usual in (("requires_grad", False), ("generator", None)):
+        if named.get(name, ...) is usual:
+            del named[name]
     return None if set(named) - _NAMED else named
 
 
@@ -156,7 +167,7 @@ _FUNCTIONS: dict[Any, Callable[[Node, Any], _Draw | None]] = {
     torch.normal: _normal,
     torch.randn_like: _like("normal_"),
     torch.rand_like: _like("uniform_"),
-    torch.randint_like: _like("random_", 2),
+    torch.randint_like: _like("random_", bounded=True),
     torch.bernoulli: _bernoulli,
 }
 
