@@ -104,10 +104,10 @@ class Part:
     def at(cls, like: Tensor, shape: list[int], dim: int, first: int) -> Part:
         """``like`` in a tensor of ``shape``."""
         # Numbers are drawn in memory order, that of the input. Of two dimensions with one stride,
-        # the one of size 1 lies inside the other, as with the single row of a rank: else its stride
-        # were larger.
+        # the one of size 1 or 0 lies inside the other, as with the single row of a rank: else its
+        # stride were larger.
         strides = like.stride()
-        order = sorted(range(like.dim()), key=lambda d: (-strides[d], like.shape[d] == 1))
+        order = sorted(range(like.dim()), key=lambda d: (-strides[d], like.shape[d] <= 1))
         back = [order.index(d) for d in range(like.dim())]
         return cls(like, shape, dim, first, order, back)
 

@@ -37,6 +37,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_ by name": lambda h: torch.zeros_like(h).normal_(std=0.1),
     "without a gradient": lambda h: torch.randn(h.shape[0], 4, requires_grad=False),
     "of no generator": lambda h: torch.rand(h.shape[0], 4, generator=None),
+    "normal_ of a transposed": lambda h: torch.zeros(4, h.size(0)).t().normal_(),
     "uniform_ of many": lambda h: torch.zeros(h.size(0), 900).uniform_(-1, 1).sum(1, True),
     "exponential_": lambda h: h.new_empty(h.shape).exponential_(),
     "bernoulli": lambda h: torch.bernoulli(torch.sigmoid(h)),
