@@ -15,7 +15,12 @@ from recast.rewriter import alias, order
 from recast.rewriter.ir import Graph, Node, Spec, is_call, note
 from recast.rewriter.rule import resolve
 
-_DETACH = ("detach", "detach_", torch.detach, torch.detach_)  # methods, functions
+_ENDS = {
+    "detach", "detach_", torch.detach, torch.detach_,
+    # of whose argument only the shape, dtype and device count
+    "new_zeros", "new_ones", "new_empty", "size", "dim", "numel",
+    torch.zeros_like, torch.ones_like, torch.empty_like,
+}  # fmt: skip
 
 
 def reached(graph: Graph | None, root: nn.Module) -> set[str]:
@@ -61,7 +66,9 @@ def _nodes(graph: Graph, root: nn.Module) -> set[Node]:
 
 def _ends(node: Node) -> bool:
     """Whether no gradient goes from ``node`` to its inputs."""
-    if node.target in _DETACH or (is_call(node, getattr) and node.args[1] == "data"):
+    if node.op in ("call_function", "call_method") and node.target in _ENDS:  # layers have names
+        return True
+    if is_call(node, getattr) and node.args[1] in ("data", "shape"):
         return True
     spec = note(node).spec
     return isinstance(spec, Spec) and not (spec.dtype.is_floating_point or spec.dtype.is_complex)

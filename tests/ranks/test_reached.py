@@ -143,7 +143,17 @@ class ByNumber(Detached):
         return self.first(x) + self.rows(taught.argmax(1)) * (taught > 0).float()
 
 
-@pytest.mark.parametrize("kind", [Detached, ByData, DetachedInPlace, ByNumber])
+class ByShape(Detached):
+    """The two greatest, in a tensor of this shape."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        taught = self.second(x)
+        chosen = torch.zeros_like(taught).scatter_(1, taught.topk(2, 1).indices, 1.0)
+        return self.first(x) * chosen * torch.ones(taught.shape)
+
+
+@pytest.mark.parametrize("kind", [Detached, ByData, DetachedInPlace, ByNumber, ByShape])
 def test_what_is_detached_is_not_waited_for(kind: type[Base]) -> None:
     captured = capture(kind(), batch(0, 0))
     assert captured.kind == "whole"
@@ -160,6 +170,24 @@ def test_what_is_detached_is_not_waited_for(kind: type[Base]) -> None:
     for name in ("first.weight", "second.weight"):
         assert torch.equal(first[name], second[name])
     assert torch.equal(first["second.weight"], kind().second.weight)
+
+
+class OfThatName(nn.Module):
+    """A layer with the name of a method through which no gradient goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.size(x)
+        return out
+
+
+def test_a_layer_with_the_name_of_a_method() -> None:
+    captured = capture(OfThatName(), torch.ones(5, 4))
+    for graph in captured.graphs.values():
+        assert reached(graph, captured.root) == {"size.weight", "size.bias"}
 
 
 class Beside(Base):
