@@ -243,13 +243,17 @@ class SynchroniseDropout:
     def _others(self, graph: Graph, context: Context) -> int:
         """Refuse what each rank would draw for itself; returns the number of refusals."""
         count = 0
+        on_cpu = device_of(context.root) == "cpu"
         for node in list(graph.nodes):
+            if on_cpu and _kept(node, context.root) and context.fuel_left() != 0:
+                self._watch(node, context)
+                count += 1
             for flag, p in _drawing(node, context.root):
                 if flag is False or p == 0 or context.fuel_left() == 0:
                     continue
                 if _alike(node, context.root):
                     continue
-                if isinstance(node.target, OpaqueCall) and device_of(context.root) == "cpu":
+                if isinstance(node.target, OpaqueCall) and on_cpu:
                     self._watch(node, context)
                     count += 1
                     continue
@@ -268,8 +272,8 @@ class SynchroniseDropout:
         return count
 
     def _watch(self, node: Node, context: Context) -> None:
-        """Let a function of the user, of which nothing is known, run as long as it draws nothing:
-        each rank would draw for its own batch.
+        """Let a function or layer of the user, of which nothing is known, run as long as it draws
+        nothing: each rank would draw for its own batch.
         """
         writer = Writer(node, self.name)
         before = writer.call(random_state, name="random_state")
@@ -289,6 +293,16 @@ def _alike(node: Node, root: nn.Module) -> bool:
         return counts(node.args[0], root) is None
     step = read_step(node, root)
     return isinstance(step, Step) and step.kind == "dropout" and counts(step.source, root) is None
+
+
+def _kept(node: Node, root: nn.Module) -> bool:
+    """Whether this is a layer of the user that runs as it is, without any part that has a graph,
+    as that would draw for the global batch.
+    """
+    if node.op != "call_module":
+        return False
+    module = root.get_submodule(str(node.target))
+    return order.foreign(module) and not any("forward" in vars(m) for m in module.modules())
 
 
 def _step(rows: Node | None, found: tuple[int, int], writer: Writer, x: Node, part: Part) -> Node:
