@@ -379,8 +379,19 @@ def _average_dense(compiled: Compiled) -> None:
     parted = [n for n, p in held.items() if shards.of(p) is not None]
     dense = [n for n in held if n in averaged and n not in parted]
     vars(compiled)["_dense"] = dense_reduce.DenseReduce(
-        root, dense, parted, _flagged(compiled), several=bool(compiled._forms)
-    )
+        root, dense, parted, _flagged(compiled), stored=_stored(compiled),
+        several=bool(compiled._forms),
+    )  # fmt: skip
+
+
+def _stored(compiled: Compiled) -> set[str]:
+    """The paths of the attributes that a call writes, as of a loss that forward keeps."""
+    found = {path for case in compiled._runner.traced.values() for path in case.stores}
+    for form in compiled._forms:
+        found |= _stored(form)
+    for at, part in compiled._parts.items():
+        found |= {f"{at}.{path}" for path in _stored(part)}
+    return found
 
 
 def _flagged(compiled: Compiled) -> tuple[str, ...]:

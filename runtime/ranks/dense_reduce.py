@@ -82,15 +82,16 @@ class _Call(nn.Module):
 class DenseReduce:
     """Averages the gradients of the parameters ``names`` of ``root`` over ranks; its parameters
     ``tables`` are this rank's parts of tables. ``flagged``: the modules whose ``training`` flags
-    make train and eval mode differ. ``several``: there are calls of several forms.
+    make train and eval mode differ. ``stored``: the attributes that a call writes. ``several``:
+    there are calls of several forms.
     """
 
     def __init__(
         self, root: nn.Module, names: Iterable[str], tables: Iterable[str], flagged: Iterable[str],
-        *, several: bool = False,
+        *, stored: Iterable[str] = (), several: bool = False,
     ) -> None:  # fmt: skip
         self.root, self.names, self.tables = root, tuple(names), tuple(tables)
-        self.flagged, self.several = tuple(flagged), several
+        self.flagged, self.stored, self.several = tuple(flagged), tuple(stored), several
         known = {*self.names, *self.tables}
         self.others = tuple(name for name, _ in root.named_parameters() if name not in known)
         self.table_places: list[tuple[Any, str, nn.Parameter]] | None = None
@@ -147,10 +148,16 @@ class DenseReduce:
         given = {id(t) for t in _computed((args, kwargs))}
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
-            # A forward may store results in a dict that it was passed.
+            # A forward may store results in a dict that it was passed, or in the model.
             put = [t for t in _computed((args, kwargs)) if id(t) not in given]
+            put += _computed([self._held(path) for path in self.stored])
             self._average_backward_passes(wrapped, [*_computed(result), *put], modes)
         return result
+
+    def _held(self, path: str) -> object:
+        """What the attribute at ``path`` is."""
+        owner, _, name = path.rpartition(".")
+        return getattr(self.root.get_submodule(owner), name, None)
 
     @_disable_dynamo
     def _agree_on_frozen(self, wrapped: DistributedDataParallel | None) -> None:
@@ -375,6 +382,7 @@ class DenseReduce:
             "names": self.names,
             "tables": self.tables,
             "flagged": self.flagged,
+            "stored": self.stored,
             "several": self.several,
             "others": self.others,
         }

@@ -209,3 +209,40 @@ def test_a_layer_that_is_used_beside_the_model_is_refused() -> None:
         torch.testing.assert_close(fast(batch(rank, 0)), plain(batch(rank, 0)))
 
     run(2, rank_of)
+
+
+class Storing(Base):
+    """Keeps a loss of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        self.loss = self.second(x).square().mean()
+        return self.first(x)
+
+
+def test_a_loss_that_is_stored_in_the_model() -> None:
+    def steps(model: Any, optimizer: Any, batches: Any) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            out = model(batches(step))
+            model.loss.backward(retain_graph=True)
+            out.square().mean().backward()
+            optimizer.step()
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    one = Storing()
+    wanted = steps(one, sgd(one), lambda step: torch.cat([batch(r, step) for r in range(2)]))
+
+    def rank_of(rank: int) -> dict[str, Tensor]:
+        model = Storing()
+        fast, opt = recast.optimize(model, sgd(model), example=batch(0, 0), sharding="row_wise")
+        found = steps(fast, opt, lambda step: batch(rank, step))
+        fast(batch(rank, 3))
+        fast.loss.backward()
+        with pytest.raises(UsageError, match=r"no backward pass came to first\.bias"):
+            opt.step()
+        return found
+
+    for found in run(2, rank_of):
+        for name in ("first.weight", "first.bias", "second.weight", "second.bias"):
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6, msg=name)
