@@ -206,12 +206,8 @@ class SynchroniseDraws:
         name, where, drawn = draw.node.name, note(draw.node).where, draw.node
         args = made, rows, draw.method, dim, unit, *draw.args
         if drawn.op == "call_method" and made is drawn.args[0]:  # it stays the user's write
-            drawn.op, drawn.target, drawn.args, drawn.kwargs = (
-                "call_function",
-                draw_global_,
-                args,
-                {},
-            )
+            drawn.op, drawn.target = "call_function", draw_global_
+            drawn.args, drawn.kwargs = args, {}
         else:
             drawn = writer.call(draw_global_, *args, name=name)
             writer.replace(drawn)

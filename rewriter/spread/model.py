@@ -62,6 +62,10 @@ _SAME_GRAPH = (
     "an example of the same sizes but for the batch on every rank, or example=[a, b], two batches"
     " that differ in every size that varies"
 )
+_DRAWS = (
+    "random numbers that a part without a graph draws are for this rank's own batch, and with one"
+    " seed the same on all ranks"
+)
 _SPARSE = (
     "tables with sparse=True and no optimizer that is fused: their gradients are sparse tensors of"
     " this rank's rows, of which clip_grad_norm_ and GradScaler do not see the other ranks'"
@@ -171,6 +175,8 @@ def spread(
         _communicate(form, form._captured, passes, form.report.journal)
     compiled.plan = plan
     compiled.report.notes += [str(plan), *_kept_whole(plan, used), traffic]
+    if compiled.report.captured != "whole":
+        compiled.report.notes.append(_DRAWS)
     if any(u.lookups and u.sparse for u in used.values()) and not fused(optimizer):
         compiled.report.notes.append(_SPARSE)
     if present:

@@ -259,3 +259,20 @@ def test_one_that_draws_nothing_runs(kind: type[nn.Module]) -> None:
     plain = kind()
     for r, out in enumerate(processes(2, rank)):
         torch.testing.assert_close(out, plain(torch.full((4, 6), 1.0 + r)).detach())
+
+
+def test_what_is_not_captured_is_told_to_draw_for_itself() -> None:
+    class Opening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with open("/dev/null"):
+                out: Tensor = self.front(x)
+            return out + torch.randn_like(out)
+
+    def rank(r: int) -> str:
+        return recast.optimize(Opening(), example=torch.ones(4, 6), world_size=2).report.text()
+
+    assert all("the same on all ranks" in told for told in run(2, rank))
