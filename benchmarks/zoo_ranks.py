@@ -136,8 +136,9 @@ def main() -> int:
     device.extension()  # here, not in each rank
     found = list(rows(o))
     apart = [line for line in found if line["same"] != "yes"]
-    print(f"\n{len(found) - len(apart)} of {len(found)} are those of one process; the others:\n")
-    print(record.table(apart))
+    print(f"\n{len(found) - len(apart)} of {len(found)} are those of one process")
+    if apart:
+        print(f"\nthe others:\n\n{record.table(apart)}")
     return int(not found or any(line["why"] for line in found))
 
 

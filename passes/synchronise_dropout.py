@@ -182,7 +182,8 @@ class SynchroniseDropout:
     it is not known which dimension counts samples, ranks draw masks of their own, independent of
     each other, and the report says so; with ``exact=False`` they always do. What does not grow with
     the batch is dropped alike on all ranks. An attention that drops weights is written as its parts
-    for that. Other draws raise at run time, when they would happen.
+    for that. Other draws raise at run time, when they would happen; a function or layer of the
+    user's runs, and raises if it has drawn.
     """
 
     name: ClassVar[str] = "synchronise-dropout"

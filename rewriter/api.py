@@ -110,7 +110,7 @@ def optimize(
         forms: further examples, each like ``example``, for calls of other forms: without labels, as
             a model that trains with them is evaluated, say. Each gets graphs of its own, over the
             same parameters, and a call runs those that take its arguments. On several ranks all
-            make calls of one form at a time.
+            make calls of one form at a time. Not with ``precision``.
         world_size: number of ranks; None means that of the initialised process group, else 1.
             Every rank calls this with the same model, and then calls the result with its own batch;
             with batches of equal size they train as one process with all of them would. Parameters

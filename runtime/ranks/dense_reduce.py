@@ -141,7 +141,10 @@ class DenseReduce:
         self._agree_on_frozen(wrapped)
         self._tell_steps(wrapped)
         if wrapped is None:
-            return call(args, kwargs)
+            result = call(args, kwargs)
+            for tensor in _computed(result) if self.apart else ():
+                tensor.grad_fn.register_prehook(lambda _: self._check_pass())  # type: ignore[union-attr]
+            return result
         if not torch.is_grad_enabled():
             return wrapped(call, args, kwargs)
         self._begin(wrapped)

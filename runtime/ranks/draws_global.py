@@ -36,10 +36,10 @@ def draw_global_(
 
     Args:
         made: what is drawn into, of any shape.
-        rows: from ``global_rows``; None where ``dim`` is -1 or None.
+        rows: (W,) int64 from ``global_rows``; not read where ``dim`` is -1 or None.
         method: of torch.Tensor, such as "normal_". An argument that is a tensor has the shape of
             ``made``, as the probabilities of "bernoulli_".
-        dim: the dimension that has ``unit`` rows per sample.
+        dim: the dimension that has ``unit`` rows per sample; -1: not known, None: there is none.
 
     Raises:
         UsageError: ``made`` has other rows than this rank's batch.

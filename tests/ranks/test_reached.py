@@ -246,3 +246,27 @@ def test_a_loss_that_is_stored_in_the_model() -> None:
     for found in run(2, rank_of):
         for name in ("first.weight", "first.bias", "second.weight", "second.bias"):
             torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Factors(nn.Module):
+    """No dense parameter in training; in eval mode, one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.scale = nn.Embedding(30, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.rows(ids)
+        return rows if self.training else rows * self.scale
+
+
+def test_where_nothing_is_averaged_a_gradient_of_its_own_is_refused_too() -> None:
+    def rank_of(rank: int) -> None:
+        fast = recast.optimize(Factors(), example=batch(0, 0), sharding="row_wise")
+        fast(batch(rank, 0)).sum().backward()
+        with pytest.raises(UsageError, match="the gradient of scale would be this rank's own"):
+            fast.eval()(batch(rank, 0)).sum().backward()
+        with torch.no_grad():
+            fast(batch(rank, 0))
+
+    run(2, rank_of)
