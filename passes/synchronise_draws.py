@@ -13,7 +13,12 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, note
 from recast.rewriter.order import declare_random
 from recast.rewriter.report.journal import Missed
-from recast.runtime.ranks.draws_global import draw_global_, gumbel_softmax
+from recast.runtime.ranks.draws_global import (
+    draw_global_,
+    gumbel_softmax,
+    multinomial_global,
+    shifted,
+)
 
 from .batch_dimension import UNKNOWN, counts
 from .leaf import argument, spec_of
@@ -33,14 +38,17 @@ _METHODS: dict[str, dict[str, float | None]] = {
 }  # fmt: skip
 
 declare_random(draw_global_)
+declare_random(multinomial_global)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """A node as a method in place that draws into ``made``, which is a node or makes one."""
+    """A node as a method in place that draws into ``made``, which is a node or makes one; without a
+    ``method``, as ``torch.multinomial`` of it.
+    """
 
     node: Node
-    method: str
+    method: str | None
     args: Sequence[Any]
     made: Node | Callable[[Writer], Node]
     found: tuple[int, int] | None  # see :func:`counts`
@@ -50,7 +58,7 @@ def _read(node: Node, root: nn.Module) -> _Draw | None:
     """The draw that ``node`` makes; None if it makes none, or none that is known here."""
     read = _FUNCTIONS.get(node.target)
     if node.op == "call_method":
-        read = _bernoulli if node.target == "bernoulli" else _of_method
+        read = _TENSOR_METHODS.get(str(node.target), _of_method)
     return None if read is None else read(node, counts(node, root))
 
 
@@ -64,9 +72,15 @@ def _of_method(node: Node, found: tuple[int, int] | None) -> _Draw | None:
         args = [*given.values()]
         if None in args:
             return None
-    if any(isinstance(a, Node) and isinstance(spec_of(a), Spec) for a in args):
-        return None  # of another shape, perhaps
+    if any(isinstance(a, Node) and not _alike(a, source) for a in args):
+        return None
     return _Draw(node, str(node.target), args, source, found)
+
+
+def _alike(a: Node, b: Node) -> bool:
+    """Whether ``a`` is a number, or a tensor of the shape of ``b``."""
+    own, other = spec_of(a), spec_of(b)
+    return own is None or (other is not None and own.shape == other.shape)
 
 
 def _sized(method: str, numbers: int = 0) -> Callable[[Node, Any], _Draw | None]:
@@ -149,6 +163,14 @@ def _bernoulli(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     return _Draw(node, "bernoulli_", (x if p is None else p,), made, found)
 
 
+def _multinomial(node: Node, found: tuple[int, int] | None) -> _Draw | None:
+    x, many = argument(node, 0, "input"), argument(node, 1, "num_samples")
+    replacement, generator = argument(node, 2, "replacement", False), argument(node, 3, "generator")
+    if not isinstance(x, Node) or generator is not None or node.kwargs.get("out") is not None:
+        return None
+    return _Draw(node, None, (many, replacement), x, found)
+
+
 def _maker(
     make: Callable[..., Tensor], args: Sequence[Any], kwargs: Any
 ) -> Callable[[Writer], Node]:
@@ -169,7 +191,9 @@ _FUNCTIONS: dict[Any, Callable[[Node, Any], _Draw | None]] = {
     torch.rand_like: _like("uniform_"),
     torch.randint_like: _like("random_", bounded=True),
     torch.bernoulli: _bernoulli,
+    torch.multinomial: _multinomial,
 }
+_TENSOR_METHODS = {"bernoulli": _bernoulli, "multinomial": _multinomial}
 
 
 @dataclass(frozen=True)
@@ -188,6 +212,8 @@ class SynchroniseDraws:
         """Replace the draws of ``graph``; returns how many."""
         for node in [n for n in graph.nodes if is_call(n, F.gumbel_softmax)]:
             _open(node, self.name)
+        for node in [n for n in graph.nodes if is_call(n, torch.normal)]:
+            _open_normal(node, self.name)
         read = (_read(node, context.root) for node in graph.nodes)
         draws = [d for d in read if d is not None][: context.fuel_left()]
         rows: Node | None = None
@@ -205,7 +231,10 @@ class SynchroniseDraws:
         dim, unit = (None, 1) if draw.found is None else draw.found
         name, where, drawn = draw.node.name, note(draw.node).where, draw.node
         args = made, rows, draw.method, dim, unit, *draw.args
-        if drawn.op == "call_method" and made is drawn.args[0]:  # it stays the user's write
+        if draw.method is None:
+            drawn = writer.call(multinomial_global, made, rows, dim, unit, *draw.args, name=name)
+            writer.replace(drawn)
+        elif drawn.op == "call_method" and made is drawn.args[0]:  # it stays the user's write
             drawn.op, drawn.target = "call_function", draw_global_
             drawn.args, drawn.kwargs = args, {}
         else:
@@ -238,10 +267,28 @@ def _open(node: Node, rule: str) -> None:
     logits, spec = argument(node, 0, "logits"), note(node).spec
     tau, hard = argument(node, 1, "tau", 1.0), argument(node, 2, "hard", False)
     dim = argument(node, 4, "dim", -1)
-    format_ = {"memory_format": torch.legacy_contiguous_format}
-    made = _maker(torch.empty_like, (logits,), format_)(writer)
-    with node.graph.inserting_before(node):
-        drawn = writer.stamped(node.graph.create_node("call_method", "exponential_", (made,)))
-    for one in (made, drawn):
-        annotate(one, spec=spec)
+    drawn = _drawn_like(logits, "exponential_", spec, writer)
     writer.replace(writer.call(gumbel_softmax, logits, drawn, tau, hard, dim, name=node.name))
+
+
+def _open_normal(node: Node, rule: str) -> None:
+    """Write ``torch.normal(mean, std)``, of which one is a tensor of the result's shape."""
+    mean, std = argument(node, 0, "mean"), argument(node, 1, "std", 1.0)
+    spec = note(node).spec
+    like = [n for n in (mean, std) if isinstance(n, Node) and _alike(n, node) and spec_of(n)]
+    if not like or set(node.kwargs) - {"mean", "std"} or len(node.args) > 2:
+        return
+    writer = Writer(node, rule)
+    drawn = _drawn_like(like[0], "normal_", spec, writer)
+    writer.replace(writer.call(shifted, mean, std, drawn, name=node.name))
+
+
+def _drawn_like(like: Node, method: str, spec: Any, writer: Writer) -> Node:
+    """The nodes that make a tensor like this one, contiguous, and draw into it."""
+    format_ = {"memory_format": torch.legacy_contiguous_format}
+    made = _maker(torch.empty_like, (like,), format_)(writer)
+    with writer.graph.inserting_before(writer.node):
+        drawn = writer.graph.create_node("call_method", method, (made,))
+    for one in (made, writer.stamped(drawn)):
+        annotate(one, spec=spec)
+    return drawn

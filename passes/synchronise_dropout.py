@@ -20,7 +20,12 @@ from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, items, note
 from recast.rewriter.report.journal import Missed
 from recast.runtime.layers.drawn_dropout import drawn_dropout
 from recast.runtime.layers.field_attention import attention_weights, weighted
-from recast.runtime.ranks.draws_global import draw_global_, random_state, refuse_drawn
+from recast.runtime.ranks.draws_global import (
+    draw_global_,
+    multinomial_global,
+    random_state,
+    refuse_drawn,
+)
 from recast.runtime.refusal import refuse
 
 from .batch_dimension import UNKNOWN, counts
@@ -35,7 +40,8 @@ if TYPE_CHECKING:
 _RELU_DROPOUT = torch.ops.recast.relu_dropout.default
 _DROPOUT = torch.ops.recast.dropout_global.default
 _COLLECTIVE = (
-    MLP, _DROPOUT, ROWS, draw_global_, torch.ops.recast.batch_norm_global.default,
+    MLP, _DROPOUT, ROWS, draw_global_, multinomial_global,
+    torch.ops.recast.batch_norm_global.default,
 )  # fmt: skip
 _ATTENTION = torch.ops.recast.field_attention.default
 

@@ -71,6 +71,7 @@ _INERT = {
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__constants__",
     "reset_parameters", "extra_repr", "_fill_padding_idx_with_zero", "from_pretrained",
 }  # fmt: skip
+_ASSERTIONS: set[Any] = {torch._assert}
 _STATEFUL = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 
 
@@ -119,6 +120,16 @@ def declare_random(function: Callable[..., Any]) -> None:
     _RANDOM.add(function)
 
 
+def declare_assertion(function: Callable[..., Any]) -> None:
+    """State that a call of ``function`` may raise, and is kept in its place for that."""
+    _ASSERTIONS.add(function)
+
+
+def asserts(node: Node) -> bool:
+    """Whether ``node`` is there because it may raise."""
+    return node.op == "call_function" and node.target in _ASSERTIONS
+
+
 def draws(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` may draw random numbers (so that their order must be kept)."""
     if node.op == "call_function":
@@ -144,7 +155,7 @@ def writes(node: Node, root: nn.Module) -> bool:
         if isinstance(target, OpaqueCall):
             return True
         name = getattr(target, "__name__", "")
-        if target in (operator.setitem, operator.delitem, torch._assert):
+        if target in (operator.setitem, operator.delitem) or asserts(node):
             return True
         at = _INPLACE_AT.get(target, len(node.args))  # type: ignore[arg-type]
         given = node.args[at] if at < len(node.args) else node.kwargs.get("inplace", False)

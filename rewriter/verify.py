@@ -93,7 +93,7 @@ def _home(node: Node, root: nn.Module) -> str | None:
     home = node.args[0] if node.args else None
     elsewhere = isinstance(node.target, OpaqueCall) or node.kwargs.get("out") is not None
     elsewhere = elsewhere or order.renormalised(node, root) is not None
-    if not isinstance(home, Node) or elsewhere or is_call(node, torch._assert):
+    if not isinstance(home, Node) or elsewhere or order.asserts(node):
         return None
     alone = sole_user(home) is node and alias.fresh(home, root)
     return home.name if alone or is_call(home, torch.zeros, torch.empty) else None

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 import recast
+from recast.rewriter.compiled import code_names
 
 _TORCH, _NUMPY = (str(Path(str(m.__file__)).parent) + os.sep for m in (torch, numpy))
 # under both names that a checkout has: of the folder, and of the link to it in recast/
@@ -109,12 +110,32 @@ def raised_at(error: BaseException) -> str | None:
     return found
 
 
-def by_torch() -> bool:
-    """Whether we were called by torch's code."""
+def passed_torch(error: BaseException, part: str) -> bool:
+    """Whether ``error`` passed through torch's code in its folder ``part``."""
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename.startswith(_TORCH + part):
+            return True
+        step = step.tb_next
+    return False
+
+
+def by_torch(part: str = "") -> bool:
+    """Whether we were called by torch's code, in the folder ``part`` of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and ours(frame):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH + part)
+
+
+def catch_errors() -> bool:
+    """Whether a user's function that runs under the trace catches errors."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (ours(frame) and frame.f_code.co_name == "trace"):
+        if users(frame) and code_names.catches(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def line_of_write(codes: Iterable[CodeType], name: str) -> str | None:

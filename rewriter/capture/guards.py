@@ -53,7 +53,8 @@ _BY_BROADCAST = {
     operator.or_, operator.xor, operator.invert, operator.floordiv, operator.mod, operator.abs,
     torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
     torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like,
-    torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.dropout,
+    torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
+    torch.normal, torch.dropout,
     nn.functional.silu, nn.functional.relu, nn.functional.dropout, nn.functional.alpha_dropout,
     nn.functional.feature_alpha_dropout, nn.functional.gumbel_softmax, "add", "sub", "mul", "div",
     "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous", "sigmoid", "relu",
@@ -76,7 +77,7 @@ _ON_META = (
     "sign", "reciprocal", "lerp", "addcmul", "addcdiv", "prelu", "mish", "hardswish", "hardsigmoid",
     "glu", "tan", "isnan", "isinf", "isfinite", "hstack", "vstack", "unfold", "view_as",
     "reshape_as", "broadcast_to", "unflatten", "diagonal", "diag_embed", "scatter", "scatter_add",
-    "pairwise_distance", "floor_divide", "remainder", "fmod",
+    "pairwise_distance", "floor_divide", "remainder", "fmod", "multinomial",
 )  # fmt: skip
 _FOURIER = (
     "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn",
@@ -314,6 +315,8 @@ def _like(tracer: Tracer, node: Node) -> Node | None:
 def _is_asked_on_meta(tracer: Tracer, node: Node) -> bool:
     if node.target in (torch.where, "where"):
         return len(node.args) == 3  # else it gives what is nonzero
+    if node.target is nn.functional.one_hot:  # without a number, values decide how many classes
+        return len(node.args) == 2 and type(node.args[1]) is int and node.args[1] > 0
     if node.target not in _BY_META:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -324,7 +327,14 @@ def _is_asked_on_meta(tracer: Tracer, node: Node) -> bool:
 
 def _is_stood_for(tracer: Tracer, node: Node) -> bool:
     """Whether a shape is found without calling ``node``."""
-    return node.target in _BY_BROADCAST or _is_asked_on_meta(tracer, node)
+    return _is_broadcast(tracer, node) or _is_asked_on_meta(tracer, node)
+
+
+def _is_broadcast(tracer: Tracer, node: Node) -> bool:
+    if node.target not in _BY_BROADCAST:
+        return False
+    # torch.normal may be given numbers and a size instead
+    return any(isinstance(tracer.pairs[n][0], torch.Tensor) for n in node.all_input_nodes)
 
 
 def _is_drawn(node: Node) -> bool:
@@ -387,7 +397,7 @@ def _by_shape(tracer: Tracer, node: Node) -> tuple[Callable[..., Any], tuple[Any
         return by_sizes, (node.target, node.args, node.kwargs)
     if _is_asked_on_meta(tracer, node):
         return by_meta, (node.target, node.args, node.kwargs)
-    if node.target in _BY_BROADCAST:
+    if _is_broadcast(tracer, node):
         return by_broadcast, (node.args, node.kwargs, tracer.pairs[node][0].dtype)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from .calls import GETTERS, METHODS, OPERATORS, SETTERS, SWAPPED
 from .frames import by_torch
 from .operands import argument
 from .scratch import lifted
+from .shapes import Shape
 from .values import Value, make
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _call(
 
 def _are_sizes(args: tuple[Any, ...]) -> bool:
     """Whether ``x.new(*args)`` makes a tensor of that size, rather than of those numbers."""
-    if len(args) == 1 and type(args[0]) in (Shape, torch.Size):
+    if len(args) == 1 and isinstance(args[0], torch.Size):
         return True
     return bool(args) and all(
         type(one) is int or (isinstance(one, Value) and one.number) for one in args
@@ -170,46 +171,3 @@ def _number(tracer: Tracer, kind: str, target: Any, args: Any, pair: tuple[Any, 
     """The Value of a size, with its node."""
     node = tracer.node(kind, target, argument(tracer, args), {}, pair)
     return make(tracer, pair, static=False, node=node)
-
-
-class Shape(tuple):
-    """``x.shape`` with Values for the sizes that depend on the batch; made of ints alone, as when a
-    call returns it, it is a ``torch.Size``.
-    """
-
-    def __new__(cls, sizes: Iterable[Any]) -> Any:
-        held = tuple(sizes)
-        if all(type(one) is int for one in held):
-            return torch.Size(held)
-        return super().__new__(cls, held)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance(x.shape, torch.Size) asks
-        return torch.Size
-
-    def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
-        return Shape(found) if isinstance(key, slice) else found
-
-    def __add__(self, other: Any) -> Any:
-        return Shape((*self, *other)) if isinstance(other, tuple) else NotImplemented
-
-    def __radd__(self, other: Any) -> Any:
-        return Shape((*other, *self)) if isinstance(other, tuple) else NotImplemented
-
-    def __mul__(self, times: Any) -> Any:
-        return Shape(tuple(self) * times)
-
-    __rmul__ = __mul__
-
-    def __reduce__(self) -> Any:
-        return Shape, (tuple(self),)
-
-    def __repr__(self) -> str:
-        return f"torch.Size([{', '.join(map(repr, self))}])"
-
-    def numel(self) -> Any:
-        product: Any = 1
-        for one in self:
-            product = product * one
-        return product

@@ -1,10 +1,10 @@
 """numpy in forward: arrays that depend on the batch are tensors while forward is traced.
 
-``np.tile(np.arange(n), [len(x), 1])`` takes real numbers, and ``torch.LongTensor(array)`` a real
-array, or list, or range. A trace that meets one is repeated with copies of the model's methods (see
-:mod:`.replaced_builtins`) in which the modules ``numpy`` and ``torch`` are the stand-ins made here:
-they give torch's function where an argument is a :class:`.values.Value`, and the module's own
-elsewhere.
+``np.tile(np.arange(n), [len(x), 1])`` takes real numbers, ``torch.LongTensor(array)`` a real array,
+or list, or range, and ``torch.Size((n, 1))`` real numbers. A trace that meets one is repeated with
+copies of the model's methods (see :mod:`.replaced_builtins`) in which the modules ``numpy`` and
+``torch`` are the stand-ins made here: they give torch's function where an argument is a
+:class:`.values.Value`, and the module's own elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from recast.rewriter.compiled.array_inputs import tensor_of
 
+from .shapes import Size, broadcast_shapes
 from .values import Repeated, Span, Value, counted
 
 
@@ -50,8 +51,9 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         plain = getattr(self._module, name)
         traced = self._own.get(name)
-        floats = torch.float64 if self._module is np else None
-        return plain if traced is None else _chosen(plain, traced, floats)
+        if traced is None or isinstance(traced, type):
+            return traced or plain
+        return _chosen(plain, traced, torch.float64 if self._module is np else None)
 
 
 def _chosen(
@@ -219,4 +221,6 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "tensor": _from(torch.tensor, copies=True),
     "as_tensor": _from(torch.as_tensor),
     "from_numpy": _from(torch.from_numpy),
+    "Size": Size,
+    "broadcast_shapes": broadcast_shapes,
 }

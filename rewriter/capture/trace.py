@@ -32,8 +32,9 @@ from recast.rewriter.ir import KEY, Graph, Node, note
 from . import frames, tidy
 from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
+from .distributions import traced_shapes
 from .guards import Guard, ask
-from .intercept import Recorder, Shape
+from .intercept import Recorder
 from .muted import muted
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, transformed
@@ -41,6 +42,7 @@ from .operands import argument
 from .plain_model import live_copy, run_plain
 from .python_reads import bound_on_class
 from .refused import UNREGISTERED, Refused, not_comparable, refusal
+from .shapes import Shape
 from .squeezes import Squeezed, squeezed
 from .tracer import Tracer
 from .values import Flag, make
@@ -106,7 +108,7 @@ def trace(
                 inputs = _inputs(tracer, signature, first, pairs)
             arguments = ArgumentContents(zip(signature.every_name, inputs, strict=True))
             args, kwargs = signature.unbind(inputs)
-            with muted(), tracer.reading.watching(tracer.refuse):
+            with muted(), traced_shapes(), tracer.reading.watching(tracer.refuse):
                 result = tracer.scratch.forward(*args, **kwargs)
     except Refused:
         raise
@@ -224,6 +226,8 @@ def _refused(tracer: Tracer, error: Exception) -> Refused:
     why = f"{type(error).__name__}: {text[0] if text else ''}"
     refused = refusal(why, frames.raised_at(error), tracer.innermost or "")
     refused.error = True
+    if frames.passed_torch(error, "_refs"):  # torch.broadcast_shapes
+        refused.size = "numpy"
     return refused
 
 

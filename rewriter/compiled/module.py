@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recast.errors import UsageError
 from recast.rewriter import memory
+from recast.rewriter.capture import distributions
 from recast.rewriter.capture.constants import Constants, constants
 from recast.rewriter.capture.opaque_calls import why_not_recorded
 from recast.rewriter.capture.proof import prove
@@ -263,7 +264,9 @@ class Compiled(nn.Module):
             return "forward writes into a dict that it is given, and a replay would not"
         if any(traced.numbers for traced in self._runner.traced.values()):
             return "forward counts in Python, and a replay would not"
-        return why_not_recorded(self._runner.graphs.values()) or next(of_others, None)
+        graphs = self._runner.graphs.values()
+        own = why_not_recorded(graphs) or distributions.why_not_recorded(graphs)
+        return own or next(of_others, None)
 
     @property
     def training(self) -> bool:

@@ -44,27 +44,12 @@ def draw_global_(
     Raises:
         UsageError: ``made`` has other rows than this rank's batch.
     """
-    draw = getattr(Tensor, method)
     if made.is_meta:
         return made
-    source: torch.Generator | None = dropout_global.generator()
-    if collectives.ranks() == 1:
-        source = source if made.is_cpu else None
-    elif dim is None:
-        source = source if made.is_cpu else dropout_global.own_generator(made.device, alike=True)
-    elif dim < 0 or rows is None or not made.is_cpu:
-        source = dropout_global.own_generator(made.device)
-    else:
-        return _of_global(made, rows, method, dim, unit, args)
-    draw(made, *args, generator=source)
-    return made
-
-
-def _of_global(
-    made: Tensor, rows: Tensor, method: str, dim: int, unit: int, args: tuple[object, ...]
-) -> Tensor:
-    """``made``, filled with this rank's rows of what is drawn for the global batch."""
-    part = dropout_global.part_of(made, rows, dim, unit, "random numbers")
+    part = _part(made, rows, dim, unit)
+    if not isinstance(part, dropout_global.Part):
+        getattr(Tensor, method)(made, *args, generator=part)
+        return made
     if 0 in part.shape:  # torch draws nothing
         return made
     whole = part.empty(made.dtype)
@@ -73,6 +58,37 @@ def _of_global(
     with torch.no_grad():
         made.copy_(part.own(whole))
     return made
+
+
+@_disable_dynamo
+def multinomial_global(
+    input: Tensor, rows: Tensor | None, dim: int | None, unit: int, num_samples: int,
+    replacement: bool,
+) -> Tensor:  # fmt: skip
+    """``torch.multinomial(input, num_samples, replacement)``: this rank's rows of what one process
+    draws. ``rows``, ``dim`` and ``unit`` as for :func:`draw_global_`; raises as that does.
+    """
+    part = None if input.is_meta else _part(input, rows, dim, unit)
+    if not isinstance(part, dropout_global.Part):
+        return torch.multinomial(input, num_samples, replacement, generator=part)
+    # What is drawn for a row depends on how many are drawn before it, and not on their weights.
+    whole = part.spread(input, 0.5)
+    drawn = torch.multinomial(whole, num_samples, replacement, generator=dropout_global.generator())
+    return part.own(drawn).contiguous()
+
+
+def _part(
+    made: Tensor, rows: Tensor | None, dim: int | None, unit: int
+) -> dropout_global.Part | torch.Generator | None:
+    """Where ``made`` is in the global batch; else the generator to draw from, None: torch's own."""
+    source = dropout_global.generator()
+    if collectives.ranks() == 1:
+        return source if made.is_cpu else None
+    if dim is None:
+        return source if made.is_cpu else dropout_global.own_generator(made.device, alike=True)
+    if dim < 0 or rows is None or not made.is_cpu:
+        return dropout_global.own_generator(made.device)
+    return dropout_global.part_of(made, rows, dim, unit, "random numbers")
 
 
 @dataclass(frozen=True)
@@ -107,3 +123,16 @@ def gumbel_softmax(logits: Tensor, exponential: Tensor, tau: float, hard: bool, 
     index = soft.max(dim, keepdim=True)[1]
     one_hot = torch.zeros_like(logits, memory_format=torch.legacy_contiguous_format)
     return one_hot.scatter_(dim, index, 1.0) - soft.detach() + soft
+
+
+def shifted(mean: Tensor | float, std: Tensor | float, normal: Tensor) -> Tensor:
+    """``torch.normal(mean, std)``, with ``normal`` for its numbers, of mean 0 and deviation 1. As
+    there, the gradients of ``mean`` and ``std`` are zero.
+    """
+    with torch.no_grad():
+        made = normal.mul_(std).add_(mean)
+    never = torch.zeros((), dtype=torch.bool, device=made.device)
+    for one in (mean, std):
+        if isinstance(one, Tensor) and one.requires_grad:
+            made = made + torch.where(never, one, 0.0)
+    return made

@@ -229,8 +229,8 @@ class Draws(nn.Module):
         x = self.odd(x)
         if self.kind == "randperm":
             x = x[torch.randperm(len(x))]
-        elif self.kind == "normal":
-            x = x + torch.normal(x, 0.1)
+        elif self.kind == "poisson":
+            x = x + torch.poisson(x.abs())
         elif self.kind == "dropout1d":
             x = F.dropout1d(x.unsqueeze(1), 0.5, self.training).squeeze(1)
         elif self.kind == "in place":
@@ -243,7 +243,7 @@ class Draws(nn.Module):
     ("kind", "in_eval"),
     [
         ("randperm", True),
-        ("normal", True),
+        ("poisson", True),
         ("rrelu", False),
         ("alpha", False),
         ("dropout1d", False),
