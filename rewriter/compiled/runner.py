@@ -233,6 +233,7 @@ class Runner:
         known = None if compiling or piecewise else self.known
         examination = None if known is None else known.examine()
         leaves, why = signature.leaves(ordered)
+        of_call = why is not None
         mode = self.mode()
         case = None if mode is None else self.cases[mode]
         if why is None and not compiling:
@@ -240,7 +241,7 @@ class Runner:
         if why is None:
             why = _MIXED if case is None else self._unfit(case, ordered, leaves, compiling)
         if why is not None or case is None or mode is None:
-            self.warn(why or _MIXED)
+            self.warn(why or _MIXED, of_call=of_call)
             return self.plain(args, kwargs)
         if case.counts and not compiling and _saved_hooks(True) is not None:
             self.warn("torch calls it twice, as activation checkpointing does, and it counts")
@@ -250,7 +251,8 @@ class Runner:
             self.warn(f"{fallback.gone(self.graphs[mode], self.root)} that the graph reads is gone")
             return self._without(args, kwargs)
         if case.asks is not None and not self._answers(case, leaves):
-            self.warn("control flow that depends on values goes another way than in the example")
+            why = "control flow that depends on values goes another way than in the example"
+            self.warn(why, of_call=True)
             return self.plain(args, kwargs)
         other = None if self.spread or compiling else signature.other_kind(leaves)
         if other is not None:
@@ -258,7 +260,7 @@ class Runner:
                 result = self.plain(args, kwargs)
             except Exception as error:
                 raise self._said_by(case, leaves, held, ordered) or error from None
-            self.warn(other)
+            self.warn(other, of_call=True)
             return result
         if examination is not None and known is not None:
             known.admit(examination, ordered)
@@ -462,9 +464,10 @@ class Runner:
             return type(self.root).forward(self.root, *args, **kwargs)
         return class_forward(self.root)(*args, **kwargs)
 
-    def warn(self, why: str, inside: int = 0) -> None:
+    def warn(self, why: str, inside: int = 0, of_call: bool = False) -> None:
         """Warn once that the plain forward runs, at the line that called the module; ``inside``:
-        how many calls below :meth:`__call__`. Raises UsageError if it cannot.
+        how many calls below :meth:`__call__`; ``of_call``: because of the arguments, not of the
+        model. Raises UsageError if it cannot.
         """
         if self.spread:
             raise UsageError(
@@ -481,7 +484,7 @@ class Runner:
         if change not in self.warned:
             self.warned.add(change)
             remedy = f"call recast.optimize again after such a change{_as_buffer(now)}"
-            if why.startswith(OTHER_FORM):
+            if of_call:
                 remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
             warnings.warn(
                 f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
