@@ -52,6 +52,7 @@ from .split_columns import SplitColumns
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_draws import SynchroniseDraws
 from .synchronise_dropout import SynchroniseDropout, batchwise
+from .synchronise_pairs import SynchronisePairs
 from .transformers import OpenTransformers
 
 PIPELINE: tuple[Pass, ...] = (
@@ -102,6 +103,7 @@ def communication(
     return (
         ShardTables(plan),  # first: the next one exchanges a call whole or not at all
         Communicate(plan, wire, repeating),
+        SynchronisePairs(),  # after all fusion: it reads fused losses
         SynchroniseBatchNorm(),  # after all fusion: it takes fused chains apart again
         SynchroniseDraws(),
         SynchroniseDropout(),  # after all fusion, and the draws: it refuses those that are left
@@ -109,11 +111,12 @@ def communication(
 
 
 # what captured parts need too
-BATCHWISE = (SynchroniseBatchNorm, SynchroniseDraws, SynchroniseDropout)
+BATCHWISE = (SynchronisePairs, SynchroniseBatchNorm, SynchroniseDraws, SynchroniseDropout)
 
 _ASKED_FOR = (
     GatherInDots,  # it is not always faster
     QuantiseTables,
+    SynchronisePairs,
     SynchroniseBatchNorm,
     SynchroniseDraws,
     SynchroniseDropout,
@@ -169,6 +172,7 @@ __all__ = [
     "SynchroniseBatchNorm",
     "SynchroniseDraws",
     "SynchroniseDropout",
+    "SynchronisePairs",
     "batchwise",
     "bound",
     "communication",

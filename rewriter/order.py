@@ -163,6 +163,8 @@ def writes(node: Node, root: nn.Module) -> bool:
             return True
         if renormalised(node, root) is not None:
             return True
+        if target in (operator.and_, operator.or_):  # so called for Python's keywords
+            return False
         return target in OUT_OF_PLACE or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_method":
         name = str(node.target)

@@ -27,11 +27,14 @@ from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
 from recast.runtime.embedding import precision_table
 from recast.runtime.ranks import collectives, faults, faults_agree, shards
-from recast.runtime.ranks.draws_global import draw_global_
+from recast.runtime.ranks.batch_of_all import batch_of_all
+from recast.runtime.ranks.draws_global import draw_global_, multinomial_global
 from recast.runtime.ranks.shards import ShardedTable
 
 from . import check as spread_check
 
+# calls by which a graph computes on the batches of all ranks, in eval mode too
+_OF_ALL = {draw_global_, multinomial_global, batch_of_all}
 _UNSOUGHT = (
     "no node is looked for on several ranks; recast.diff(plain, recast.optimize(plain,"
     " example=batch), batch) on one process names it"
@@ -190,12 +193,12 @@ def _check(plain: nn.Module, fast: Compiled, trains: bool) -> None:
     of_all = [path for path, module in plain.named_modules() if library.batchwise(module)]
     written = "_global" in fast.report.graph_text
     shown = (fast._graphs.get(mode) for mode in ("both", "eval"))
-    draws = any(n.target is draw_global_ for graph in shown if graph for n in graph.nodes)
+    draws = any(n.target in _OF_ALL for graph in shown if graph for n in graph.nodes)
     if draws or (trains and (of_all or written)):
         raise UsageError(
             f"diff: {', '.join(of_all[:3]) or 'the model'} computes on the batches of all ranks",
-            why="on several ranks the plain model is run on each rank's own batch, whose statistics"
-            " and random numbers are others",
+            why="on several ranks the plain model is run on each rank's own batch, of which the"
+            " statistics, random numbers and pairs of rows are others",
             tries=(
                 *(() if draws else ("training=False, steps=0, for eval mode",)),
                 "recast.diff on one process, for train mode",
