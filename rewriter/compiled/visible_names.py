@@ -232,21 +232,22 @@ class VisibleNames:
             raise NotComparable(
                 f"a {kind.__name__} of {count:,} entries: too many to compare at each call"
             )
-        if self._is_simple(value) or isinstance(value, (set, frozenset)):
+        if self._is_simple(value, within) or isinstance(value, (set, frozenset)):
             return contents(value, copied(value))
         keys = tuple(value) if isinstance(value, dict) else ()
         inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
         return Entries(kind, keys, tuple(self.check(v, within) for v in inner))
 
-    def _is_simple(self, value: Any) -> bool:
+    def _is_simple(self, value: Any, within: Within) -> bool:
         """Whether ``==`` is enough for a container: no object in it has contents of its own."""
         if isinstance(value, CONTAINERS):
             inner = value.values() if isinstance(value, dict) else value
-            return type(value) in CONTAINERS and all(map(self._is_simple, inner))
+            return type(value) in CONTAINERS and all(self._is_simple(v, within) for v in inner)
         if isinstance(value, (*EQUAL, type(None), torch.Tensor)):
             return True
         special = isinstance(value, (enum.Enum, nn.Module, *CALLED))
-        return special and isinstance(self._of_special(value, ()), Same)
+        # A method leads to its object, which may hold it: what is around ``value`` ends the search.
+        return special and isinstance(self._of_special(value, within), Same)
 
     # ------------------------------------------------------------ of a function
 

@@ -240,3 +240,22 @@ def test_what_changes_at_each_call_is_not_noted_each_time(monkeypatch: pytest.Mo
         model.config[0].factor = float(str(3.0))  # equal
         check(model, fast, ids(5, seed=k))
     assert 4 <= len(taken) <= 7
+
+
+def test_a_closure_reaches_a_model_that_holds_its_own_methods() -> None:
+    class Holds(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_name = {"a": self.tower}
+
+        def tower(self, h: Tensor) -> Tensor:
+            return self.a(h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.table(x).sum(1)
+            return sum(self.by_name[name](h) for name in ("a",))  # type: ignore[return-value]
+
+    model = Holds()
+    _, fast, it = both(model, ids(8))
+    assert it.kind == "whole", it.why
+    check(model, fast, ids(5))
