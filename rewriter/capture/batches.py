@@ -75,16 +75,20 @@ def _of_example(
 
 def _derived(first: Args, accepts: Callable[[Args], Any] | None) -> Batches:
     derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
-    for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
-        if second is None or accepts is None:
+    for likely, cut, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
+        if cut is None or accepts is None:
             continue
-        try:
-            accepts(second)
-        except Exception:  # not a batch of this model: the next plan
-            continue
-        how = f"cut to {plan.keep} of {plan.size} rows"
-        fewer = _fewer(first, second, plan)
-        return Batches(first, second, (plan.size, plan.keep), how, fewer=fewer)
+        for plan in (likely, *_in_groups(likely, first)):
+            second = cut if plan is likely else _cut(first, plan)[0]
+            if second is None:
+                continue
+            try:
+                accepts(second)
+            except Exception:  # not a batch of this model: the next plan
+                continue
+            how = f"cut to {plan.keep} of {plan.size} rows"
+            fewer = _fewer(first, second, plan)
+            return Batches(first, second, (plan.size, plan.keep), how, fewer=fewer)
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
 
 
@@ -229,6 +233,14 @@ def _plans(first: Args) -> list[_Plan]:
         for p in plans
         if 1 < p.keep < p.size and any(n > p.size and n % p.size == 0 for n in flat)
     ]
+
+
+def _in_groups(plan: _Plan, first: Args) -> list[_Plan]:
+    """The same for models that take whole pairs or groups of rows."""
+    taken = {n for t in _leaves(first) for n in t.shape}
+    parts = [plan.size // q for q in (2, 3, 5, 7) if plan.size % q == 0]
+    sizes = [*(n for part in parts for n in (plan.size - part, part)), 2 * plan.size]
+    return [replace(plan, keep=n) for n in dict.fromkeys(sizes) if n > 1 and n not in taken]
 
 
 def _another(size: int, taken: set[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -325,3 +326,38 @@ def test_two_examples_with_as_many_rows_are_told() -> None:
     said = "both examples have 8 in dimension 0 of x"
     assert said in str(recast.optimize(Sized(), example=same).report)
     assert said not in str(recast.optimize(Sized(), example=other).report)
+
+
+class Grouped(nn.Module):
+    """Compares the rows of each group: pairs, halves of the batch, lists of candidates."""
+
+    def __init__(self, rows: int, first: bool = False) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(20, 4), nn.Linear(4, 1)
+        self.sizes = (rows, -1) if first else (-1, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.table(x).mean(1)).view(*self.sizes).log_softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "sizes"),
+    [
+        (Grouped(2), 8, (8, 4)), (Grouped(2, first=True), 2, (2, 4)),
+        (Grouped(4), 20, (20, 16)), (Grouped(3), 9, (9, 6)),
+    ],
+)  # fmt: skip
+def test_a_batch_of_groups_is_cut_between_them(
+    model: nn.Module, rows: int, sizes: tuple[int, int]
+) -> None:
+    x = torch.arange(rows * 3).reshape(rows, 3) % 20
+    found = capture(model, x)
+    assert found.kind == "whole", found.why
+    assert found.sizes == sizes
+    fast = recast.optimize(model, example=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no plain forward
+        for times in (2, 3):
+            torch.testing.assert_close(fast(x.repeat(times, 1)), model(x.repeat(times, 1)))
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        fast(x.repeat(2, 1)[:-1])
