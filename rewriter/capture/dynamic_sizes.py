@@ -1,7 +1,10 @@
-"""Data-dependent sizes: of ``unique(x)``, ``x[mask]``, ``x[:, : lengths.max()]``.
+"""Sizes that only happen to be equal in both examples, and may be others in the next batch.
 
-Both example batches may have three domains, and the next one four. If Python has seen such a size,
-as in ``for d in unique(domain)``, it is asked for again before each call.
+Data decide those of ``unique(x)``, ``x[mask]``, ``x[:, : lengths.max()]``: both batches may have
+three domains, and the next one four. Others follow from a size that differs, as those of
+``x[:, -50:]`` where both have more places, or of a batch that is padded to a multiple of 8. If
+Python has seen such a size, as in ``for d in unique(domain)``, it is asked for again before each
+call.
 """
 
 from __future__ import annotations
@@ -41,6 +44,16 @@ _SHAPED = frozenset({
     "combinations", "tril_indices", "triu_indices",
 })  # fmt: skip
 
+# what cuts, pads or pools along a dimension and leaves it in its place; layers by their class
+_ALONG = frozenset({
+    "getitem", "narrow", "pad", "constant_pad_nd", "fn", "max_pool1d", "avg_pool1d", "lp_pool1d",
+    "max_pool2d", "avg_pool2d", "conv1d", "conv2d", "interpolate", "unfold", "cat", "concat",
+    "MaxPool1d", "AvgPool1d", "MaxPool2d", "AvgPool2d", "Conv1d", "Conv2d", "Upsample",
+    "ConstantPad1d", "ConstantPad2d", "ZeroPad1d", "ZeroPad2d",
+})  # fmt: skip
+_PIECES = frozenset({  # several of such results
+    "split", "chunk", "tensor_split", "split_with_sizes", "max_pool1d_with_indices",
+})  # fmt: skip
 # a number among their arguments is no size
 _UNSIZED = frozenset({"roll", "add", "sub", "mul", "truediv", "div", "pow"})
 
@@ -150,6 +163,8 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
                 yield (len(pair[0]), len(pair[1])), node, Sizes(())
             elif type(pair[0]) in (int, float, bool):
                 yield pair, node, type(pair[0])
+        elif type(pair[0]) is int and pair[0] == pair[1] and _moves(tracer, node):
+            yield pair, node, int
         return
     made = node.args[0] if name == "getitem" and node.args else None
     if isinstance(made, fx.Node) and isinstance(tracer.pairs.get(made, (0, 0))[0], tuple):
@@ -159,12 +174,18 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
                 yield shape[0], lengths, Lengths(longest=bool(node.args[1] == 1))
         elif _first(made) and shape:
             yield shape[0], node, Sizes((0,))
+        elif name_of(made) in _PIECES:
+            for d in _settled(tracer, made, shape):
+                yield shape[d], node, Sizes((d,))
         elif name_of(made) == "_pad_packed_sequence" and not _total(made):
             own = {(lengths, Sizes((0,)))}  # how many there are is one of the sizes
             for size in shape.values():
                 for asked, question in tracer.dynamic_sizes[lengths].roots or own:
                     yield size, asked, question
         return
+    if node.op == "call_module":
+        name = type(tracer.root.get_submodule(str(node.target))).__name__
+    dims = set[int]()
     if isinstance(node.target, OpaqueCall):
         dims = {0} if node.target.keeps else set(shape)
     elif name == "one_hot":
@@ -173,10 +194,69 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
         dims = set(shape) - _literal(node, name, len(shape))
     elif _first(node) or (name == "getitem" and _masked(tracer, node)):
         dims = {0} if name != "repeat_interleave" else set(shape)
-    else:
-        return
+    elif name == "arange" and any(_moves(tracer, n) for n in node.all_input_nodes):
+        dims = {k for k, (a, b) in shape.items() if a == b}
+    if name in _ALONG:
+        dims |= _settled(tracer, node, shape)
     for d in dims & shape.keys():
         yield shape[d], node, Sizes((d,))
+
+
+def _moves(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether a number follows from one that differs between the examples, or is one."""
+    left, seen = [node], set[fx.Node]()
+    while left:
+        one = left.pop()
+        first, second = tracer.pairs.get(one, (None, None))
+        if type(first) not in (int, float, bool) or one in seen:
+            continue
+        if first != second:
+            return True
+        seen.add(one)
+        left += one.all_input_nodes
+    return False
+
+
+def _settled(tracer: Tracer, node: fx.Node, shape: dict[int, Pair]) -> set[int]:
+    """The dimensions of ``shape``, what ``node`` or a piece of it has, that are equal in both
+    examples, though that of its input at the same place is not.
+    """
+    first: Any = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("tensors"))
+    found = set[int]()
+    for one in first if isinstance(first, (tuple, list)) else (first,):
+        before = dict(_shape(tracer.pairs[one])) if isinstance(one, fx.Node) else {}
+        sliced = name_of(node) == "getitem"
+        places = _places(tracer, node.args[1], len(before)) if sliced else {d: d for d in before}
+        for d, k in places.items():
+            if before[k][0] != before[k][1] and d in shape and shape[d][0] == shape[d][1]:
+                found.add(d)
+    return found
+
+
+def _places(tracer: Tracer, key: Any, dims: int) -> dict[int, int]:
+    """Dimension of ``x[key]`` -> that of x which it is a slice of; x has ``dims``."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if not all(_simple(tracer, one) for one in keys):
+        return {}
+    taken = sum(one is not None and one is not Ellipsis for one in keys)
+    at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
+    keys[at : at + 1] = [slice(None)] * (dims - taken)
+    found: dict[int, int] = {}
+    made = given = 0
+    for one in keys:
+        if isinstance(one, slice):
+            found[made] = given
+        made += one is None or isinstance(one, slice)
+        given += one is not None
+    return found
+
+
+def _simple(tracer: Tracer, key: Any) -> bool:
+    """Whether ``key`` is a slice, a number, None or an ellipsis, rather than many places."""
+    if isinstance(key, fx.Node):
+        held = tracer.pairs.get(key, (None, None))[0]
+        return type(held) is int or (isinstance(held, torch.Tensor) and not held.dim())
+    return key is None or key is Ellipsis or type(key) is int or isinstance(key, slice)
 
 
 def _total(node: fx.Node) -> tuple[int, ...]:

@@ -138,3 +138,59 @@ def test_a_size_that_stands_in_the_code_is_not_asked() -> None:
     for by in ([0, 1, 2, 0, 1, 2], [0, 2, 1], [2, 2]):
         given = ids[: len(by)], torch.tensor(by)
         torch.testing.assert_close(fast(*given), net(*given))
+
+
+# Of histories of 9 and of 10 places, and of 6 and of 5 rows, each has one size.
+SETTLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the last places": lambda e: (c := e[:, -4:]).sum(1) / c.size(1),
+    "the first places, in a loop": lambda e: sum(c.sigmoid() for c in e[:, :4].unbind(1)),  # type: ignore[misc]
+    "with another dimension": lambda e: (c := e[..., None, :4, :]).sum(-2)[:, 0] / c.size(2),
+    "some of the places": lambda e: (c := e[:, ::8]).sum(1) / c.shape[1],
+    "places of a range": lambda e: e[:, torch.arange(0, e.size(1), 8)].flatten(1).shape[1] * e,
+    "a multiple of 8": lambda e: (c := F.pad(e, (0, 0, 0, -e.size(1) % 8))).sum(1) / c.size(1),
+    "zeros up to it": lambda e: e / torch.zeros((e.size(1) + 7) // 8 * 8).numel(),
+    "joined up to it": lambda e: (
+        e.mean() * torch.cat([e.new_zeros(6, -e.size(1) % 8, 4), e[[0] * 6]], 1).numel()
+    ),
+    "windows": lambda e: (c := F.max_pool1d(e.mT, 8, ceil_mode=True)).sum(2) / c.size(2),
+    "windows of a layer": lambda e: (
+        (c := nn.AvgPool1d(8, ceil_mode=True)(e.mT)).sum(2) / c.size(2)
+    ),
+    "a number of a float": lambda e: e / torch.ones(int(e.size(1) / 16) + 1).numel(),
+    "pieces of the rows": lambda e: e / e.chunk(2)[0].shape[0],
+    "the first rows": lambda e: e / len(e[:3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_size_that_both_examples_come_to_is_asked_again(name: str) -> None:
+    torch.manual_seed(0)
+    net = Net(lambda _, e, by: SETTLED[name](e) + by.sum())
+    batches = {(n, k): (torch.randint(10, (n, k)), torch.ones(n)) for n in (1, 2, 5, 6, 9)
+               for k in (1, 3, 9, 10, 11, 17)}  # fmt: skip
+    fast = recast.optimize(net, example=[batches[6, 9], batches[5, 10]])
+    assert fast.report.to_dict()["captured"] == "whole"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(fast(*batches[6, 11]), net(*batches[6, 11]))
+    for batch in batches.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecastWarning)
+            torch.testing.assert_close(fast(*batch), net(*batch))
+
+
+def test_rows_that_are_padded_to_a_multiple() -> None:
+    """One example of 8 rows, cut to 5: they are 8 again."""
+
+    def padded(net: Net, e: Tensor, by: Tensor) -> Tensor:
+        n = by.shape[0]
+        rows = F.pad(by, (0, -n % 8))
+        return e.sum(1) * rows.softmax(0)[:n, None] * rows.shape[0]
+
+    net, batches = Net(padded), [(torch.randint(10, (n, 3)), torch.rand(n)) for n in (8, 3, 12, 24)]
+    fast = recast.optimize(net, example=batches[0])
+    assert fast.report.to_dict()["captured"] == "whole"
+    for batch in batches:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecastWarning)
+            torch.testing.assert_close(fast(*batch), net(*batch))
