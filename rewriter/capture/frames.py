@@ -75,6 +75,14 @@ def users(frame: FrameType) -> bool:
     return is_users(frame.f_code.co_filename)
 
 
+def names_bounds() -> bool:
+    """Whether the user's code that is running names ``min`` or ``max``, which compare numbers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not users(frame):
+        frame = frame.f_back
+    return frame is not None and not {"min", "max"}.isdisjoint(frame.f_code.co_names)
+
+
 def users_level() -> int:
     """The ``stacklevel`` with which a warning of the caller names the user's line."""
     frame: FrameType | None = sys._getframe(1)

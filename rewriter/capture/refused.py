@@ -33,9 +33,9 @@ class Refused(CaptureError):
     """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""
 
     path: str = ""
-    # "len", "int", "float" or "range" of a size, which python wants real, or "type" of a tensor:
-    # :mod:`.replaced_builtins`; "numpy" if it was met; "shape" of what a function gives that
-    # leaves torch
+    # "len", "int", "float" or "range" of a size, which python wants real, "min" or "max" of sizes
+    # ("min"), or "type" of a tensor: :mod:`.replaced_builtins`; "numpy" if it was met; "shape" of
+    # what a function gives that leaves torch
     size: str = ""
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()

@@ -5,8 +5,8 @@ a class of torch. A trace that was refused for this reason is tried again with c
 methods, and of the functions next to them, in which that builtin is replaced by the one defined
 here. The user's own functions and modules are not changed. In the same way functions that leave
 torch (:mod:`.opaque_calls`) become calls that are recorded, and numpy is replaced
-(:mod:`.numpy_calls`); where forward keeps numbers, so are ``min``, ``max`` and :mod:`math`
-(:mod:`.kept_numbers`).
+(:mod:`.numpy_calls`), and ``min`` and ``max`` where the examples differ in which number is the
+smaller one; where forward keeps numbers, so is :mod:`math` (:mod:`.kept_numbers`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 class ReplacedBuiltins:
     """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``range``,
-    ``type`` are ours, and whether ``numpy`` is, or what asks for the kind of a number:
-    ``isinstance``, ``hasattr``, ``type`` and ``torch.is_tensor``.
+    ``type`` are ours, and whether ``numpy`` is, ``min`` with ``max``, or what asks for the kind of
+    a number: ``isinstance``, ``hasattr``, ``type`` and ``torch.is_tensor``.
     """
 
     def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
@@ -50,11 +50,11 @@ class ReplacedBuiltins:
         self.numpy = "numpy" in sizes
         self.math = "float" in sizes or bool(tracer.numbers)  # math.sqrt(x.size(0))
         self.kinds = "isinstance" in sizes or bool(tracer.numbers)
-        named = sizes - {"numpy", "isinstance"} | ({"type"} if self.kinds else set())
+        named = sizes - {"numpy", "isinstance", "min"} | ({"type"} if self.kinds else set())
         self.builtins = {**vars(builtins), **{name: own[name] for name in named}}
         if self.kinds:
             self.builtins |= {"isinstance": _isinstance, "hasattr": _hasattr}
-        if tracer.numbers:
+        if tracer.numbers or "min" in sizes:
             self.builtins |= kept_numbers.own_builtins(tracer)
         self.builtins["super"] = self.above
 

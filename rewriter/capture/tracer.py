@@ -284,11 +284,12 @@ class Tracer:
         name = what.removeprefix("an index or ").partition("(")[0]
         number = name in ("int", "float", "range") and value.number
         number = number or (name == "int" and value.count)
+        bounds = name == "bool" and value.number and frames.names_bounds()
         loop = name != "int" and (first, second) == self.sizes
         of = "the batch size" if loop else "a value that depends on the batch"
         self.refuse(
             f"{what} of {of}: {first} for one example, {second} for the other",
-            size=name if name == "len" or number else "",
+            size="min" if bounds else name if name == "len" or number else "",
             tries=_LOOP if loop else (),
         )
 

@@ -120,6 +120,9 @@ class Value(torch.Tensor):
     def __contains__(self, item: Any) -> bool:
         return bool((self == item).any())
 
+    def __divmod__(self, other: Any) -> Any:
+        return (self // other, self % other) if self.number else NotImplemented
+
     def __round__(self, digits: int | None = None) -> Any:
         return self._rounded(round, *(() if digits is None else (digits,)))
 

@@ -194,3 +194,31 @@ def test_rows_that_are_padded_to_a_multiple() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecastWarning)
             torch.testing.assert_close(fast(*batch), net(*batch))
+
+
+class Bounded(nn.Module):
+    """``min``, ``max`` and ``divmod`` of the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        e = self.emb(ids).sum(1)
+        n = e.shape[0]
+        nearest = (e @ e.mT).topk(min(6, n - 1), dim=1).values.mean(1)
+        whole, rest = divmod(n, 3)
+        padded = F.pad(e, (0, 0, 0, max(n, 7) - n))
+        return nearest + e[: min(n, 6)].sum() * (whole + rest) + padded.mean()
+
+
+def test_bounds_of_sizes_are_no_branches() -> None:
+    """An example of 8 rows, cut to 5, which are on two sides of each bound."""
+    net = Bounded()
+    fast = recast.optimize(net, example=torch.randint(10, (8, 3)))
+    assert fast.report.to_dict()["captured"] == "whole", fast.report.why
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (2, 3, 6, 7, 12, 20):
+            ids = torch.randint(10, (rows, 3))
+            torch.testing.assert_close(fast(ids), net(ids))
