@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from . import kept_numbers, numpy_calls
+from .frames import LIBRARIES
 from .intercept import size
 from .opaque_calls import applied, wrapper
 from .values import Span, Value
@@ -44,13 +45,22 @@ class ReplacedBuiltins:
         self.copies: dict[int, tuple[FunctionType, FunctionType]] = {}
 
         def length(value: Any) -> Any:
-            return size(tracer, value, 0) if _tensor(value) else len(value)
+            if _tensor(value):
+                return size(tracer, value, 0)
+            own = getattr(type(value), "__len__", None)  # of a batch: len(self.ids)
+            if type(own) is FunctionType and _package(own.__module__) not in LIBRARIES:
+                told = self.function(own, _package(own.__module__))(value)
+                if isinstance(told, Value) and told.number:
+                    return told
+            return len(value)
 
         own = {"len": length, "int": _Int, "float": _Float, "range": _Range, "type": _Type}
         self.numpy = "numpy" in sizes
         self.math = "float" in sizes or bool(tracer.numbers)  # math.sqrt(x.size(0))
         self.kinds = "isinstance" in sizes or bool(tracer.numbers)
         named = sizes - {"numpy", "isinstance", "min"} | ({"type"} if self.kinds else set())
+        if "range" in named:  # the same question to Python: it may have been a len() of an object
+            named |= {"len"}
         self.builtins = {**vars(builtins), **{name: own[name] for name in named}}
         if self.kinds:
             self.builtins |= {"isinstance": _isinstance, "hasattr": _hasattr}

@@ -4,6 +4,7 @@ tensors.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +121,34 @@ def test_an_example_without_tensors_is_told() -> None:
 
     fast = recast.optimize(OfNumbers(), example=(6,))
     assert "there is no tensor in the example" in str(fast.report)
+
+
+class Counted:
+    """A batch that tells how many rows it has."""
+
+    def __init__(self, ids: Tensor, dense: Tensor, of: str) -> None:
+        self.ids, self.dense, self.of = ids, dense, of
+
+    def __len__(self) -> int:
+        return len(self.dense) if self.of == "rows" else self.ids.shape[0]
+
+
+class OfCounted(Model):
+    def forward(self, batch: Counted) -> Tensor:
+        return self.score(batch.ids, batch.dense).view(len(batch), -1) / len(batch)
+
+
+@pytest.mark.parametrize("of", ["rows", "shape"])
+def test_the_length_of_a_batch_object(of: str) -> None:
+    model = OfCounted()
+
+    def batch(rows: int) -> Counted:
+        return Counted(torch.randint(20, (rows,)), torch.randn(rows, 3), of)
+
+    fast = recast.optimize(model, example=batch(8))
+    assert fast.report.to_dict()["captured"] == "whole", fast.report.why
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no plain forward
+        for rows in (5, 1, 8, 13):
+            one = batch(rows)
+            torch.testing.assert_close(fast(one), model(one))
