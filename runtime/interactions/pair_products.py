@@ -254,6 +254,7 @@ def _differentiable_backward(
     spread = grad.unsqueeze(2) if sum in ("dim", "all") else grad
     spread = spread.unsqueeze(1) if sum == "pairs" else spread
     weighed = spread if weight is None else spread * weight.unsqueeze(2)
+    li, lj = li % x.shape[1], lj % y.shape[1]  # index_add takes none that count from the end
     p, q = x[:, li], y[:, lj]
     dx = torch.zeros_like(x).index_add(1, li, (weighed * q).expand_as(q))
     dy = torch.zeros_like(y).index_add(1, lj, (weighed * p).expand_as(p))

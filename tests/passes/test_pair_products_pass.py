@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from passkit import calls, fired, journal, misses, same
+from passkit import calls, fired, journal, misses, optimized, same
 from torch import Tensor, nn
 
 FIELDS, DIM = 5, 4
@@ -139,6 +139,21 @@ def test_an_index_that_is_read_at_each_call_may_change() -> None:
     for held in (model, fast):
         held.load_state_dict({**held.state_dict(), "li": torch.tensor(LJ)})
     torch.testing.assert_close(fast(*BATCHES[0]), model(*BATCHES[0]))
+
+
+def test_second_derivatives_of_an_index_that_counts_from_the_end() -> None:
+    g = torch.Generator().manual_seed(3)
+    x, up, other = (torch.randn(n, generator=g) for n in ((6, FIELDS, DIM), (6, 10, DIM), (DIM,)))
+    model = Model(lambda m, x: x[:, m.li] * x[:, m.lj])
+    model.lj -= FIELDS
+    fast = optimized(model, [(x,), (x[:4],)])
+    assert calls(fast, "pair_products")
+    found = []
+    for one in (model, fast):
+        (first,) = torch.autograd.grad(one(x), model.scale, up, create_graph=True)
+        found.append([first, *torch.autograd.grad(first, model.scale, other)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 KEPT: dict[str, Callable[[Any, Tensor], Tensor]] = {
