@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
@@ -147,22 +147,21 @@ def _differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """In plain torch: for ``create_graph``, and if settings have changed since forward."""
     further = torch.is_grad_enabled()
-    x, y, weight, bias, passed = ctx.saved_tensors
-    y = y.view_as(y)  # one tensor may be both x and y; each needs its own gradient
-    if not further:
-        x, y, weight, bias = (
+    *inputs, passed = ctx.saved_tensors
+    if further:
+        own = partials.apart(inputs)
+    else:
+        own = [
             None if t is None else t.detach().requires_grad_(need)
-            for t, need in zip((x, y, weight, bias), needs, strict=True)
-        )
+            for t, need in zip(inputs, needs, strict=True)
+        ]
         grad = grad.masked_fill(passed <= 0, 0) if ctx.relu else grad
-    inputs = (x, y, weight, bias)
+    x, y, weight, bias = own
     with torch.enable_grad():
         products = (x.unsqueeze(2) * y.unsqueeze(1)).flatten(1, 2).to(weight.dtype)
         out = F.conv1d(products, weight if weight.dim() == 3 else weight.unsqueeze(2), bias)
         out = F.relu(out) if ctx.relu and further else out
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=further))
-    return tuple(next(found) if need else None for need in needs)
+    return tuple(partials.gradients([out], own, needs, [grad], further=further))
 
 
 def differentiable(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:

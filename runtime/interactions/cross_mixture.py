@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
+from recast.runtime import partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
@@ -235,14 +236,11 @@ def _differentiable(
     needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], activation: str, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """For ``create_graph``: through the reference."""
-    # A tensor may appear several times in the inputs; each place needs its own gradient.
-    own: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    own = partials.apart(inputs)
     x0, x, *rest = own
     arguments: list[Any] = [x0, x0 if x is None else x, *rest, activation, 0.0, False]
     out = reference(*arguments)
-    wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return tuple(next(found) if need else None for need in needs)
+    return tuple(partials.gradients([out], own, needs, [grad]))
 
 
 def _differentiable_tail(

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
@@ -223,14 +223,11 @@ def _differentiable_backward(
     needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """For ``create_graph``: through the reference."""
-    # A tensor may appear several times in the inputs; each place needs its own gradient.
-    own = tuple(None if t is None else t.view_as(t) for t in inputs)
+    own = partials.apart(inputs)
     x0, x, *rest = own
     assert x0 is not None
     out = reference(x0, x0 if x is None else x, *_thirds(rest))
-    wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return tuple(next(found) if need else None for need in needs)
+    return tuple(partials.gradients([out], own, needs, [grad]))
 
 
 def differentiable(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device, kept_memory
+from recast.runtime import device, kept_memory, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding.unread_rows import UnreadRows
@@ -263,20 +263,10 @@ def _differentiable_backward(
     ctx: Any, li: Tensor, lj: Tensor, dense: Tensor | None, features: list[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """For ``create_graph``: through the reference."""
+    (dense,), features = partials.apart([dense]), partials.apart(features)
     out = reference(_to(features, ctx.cast), dense, li, lj, ctx.pad)
-    inputs = [dense, *features]
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True)
-    grads = {id(t): g for t, g in zip(wanted, found, strict=True)}
-    if ctx.same >= 0:  # one tensor in two places: its whole gradient is given once
-        inputs[0] = None
-    seen: set[int] = set()
-    result: list[Tensor | None] = []
-    for t, need in zip(inputs, ctx.needs_input_grad[5:], strict=True):
-        fresh = t is not None and need and id(t) not in seen
-        result.append(grads.get(id(t)) if fresh else None)
-        seen.add(id(t))
-    return (None, None, None, None, None, *result)
+    found = partials.gradients([out], [dense, *features], ctx.needs_input_grad[5:], [grad])
+    return (None, None, None, None, None, *found)
 
 
 def differentiable(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recast.runtime import partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding import cuda as lookups
@@ -228,20 +229,15 @@ def _backward(ctx: Any, parts: Parts, grad: Tensor) -> tuple[Tensor | None, ...]
 
 def _differentiable_backward(ctx: Any, parts: Parts, grad: Tensor) -> tuple[Tensor | None, ...]:
     """For ``create_graph``: through the reference."""
-    rows = embedding_bags.reference(*parts.lookup)
-    chosen, dense, *rest = parts.interact(rows)
+    own = partials.apart([parts.dense, *parts.lookup[0], *parts.features])
+    dense, floats = own[0], own[1:]
+    weights, features = floats[: ctx.tables], floats[ctx.tables :]
+    rows = embedding_bags.reference(weights, *parts.lookup[1:])
+    chosen, _, *rest = parts._replace(features=features).interact(rows)
     cast = [f if ctx.cast is None else f.to(ctx.cast) for f in chosen]
     out = dot_interaction.reference(cast, dense, *rest)
-    inputs = [parts.dense, *parts.lookup[0], *parts.features]
-    wanted = {id(t): t for t in inputs if t is not None and t.requires_grad}
-    grads = torch.autograd.grad(
-        out, list(wanted.values()), grad, create_graph=True, allow_unused=True
-    )
-    by_id = dict(zip(wanted, grads, strict=True))
-    result: list[Tensor | None] = []
-    for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True):
-        result.append(by_id.pop(id(t), None) if t is not None and need else None)
-    return None, None, None, None, *result
+    found = partials.gradients([out], own, ctx.needs_input_grad[4:], [grad])
+    return None, None, None, None, *found
 
 
 # ---------------------------------------------------------------- cost, samples

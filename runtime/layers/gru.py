@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.mlp import gemm
@@ -445,18 +445,12 @@ def _differentiable_backward(
     grads: Sequence[Tensor | None], needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients from autograd through the definition."""
-    input, scores, start, *params = given
+    own = partials.apart(given)
+    input, scores, start, *params = own
     assert input is not None
     outs = reference(input, batch_sizes, scores, start, params, *how)
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
-    wanted = [t for t, n in zip(given, needs, strict=True) if n and t is not None]
-    found = iter(
-        torch.autograd.grad(
-            [out for out, _ in pairs], wanted, [grad for _, grad in pairs],
-            create_graph=True, allow_unused=True,
-        )
-    )  # fmt: skip
-    return [next(found) if n and t is not None else None for t, n in zip(given, needs, strict=True)]
+    return partials.gradients([out for out, _ in pairs], own, needs, [grad for _, grad in pairs])
 
 
 def differentiable(

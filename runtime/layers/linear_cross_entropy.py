@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
@@ -299,12 +299,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """Plain torch over the inputs."""
-    input, weight, bias, target = ctx.saved_tensors[:4]
+    *inputs, target = ctx.saved_tensors[:4]
+    input, weight, bias = own = partials.apart(inputs)
     out = reference(input, weight, bias, target, *ctx.setting)
-    given = list(zip((input, weight, bias), ctx.needs_input_grad[1:4], strict=True))
-    wanted = [t for t, want in given if want]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if want else None for _, want in given]
+    return partials.gradients([out], own, ctx.needs_input_grad[1:4], [grad])
 
 
 def differentiable(

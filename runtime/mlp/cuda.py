@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import (
@@ -48,7 +48,7 @@ from recast.runtime.mlp.run import (
     Need,
     State,
     again,
-    differentiated,
+    apart,
     needs_of,
     no_view,
     run_activation,
@@ -281,8 +281,8 @@ class MlpCuda(torch.autograd.Function):
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """For ``create_graph``: recompute the layers in plain torch, with the masks already drawn."""
-    cast = _cast(ctx.gpu, ctx.chain, ctx.compute)
-    x = source = ctx.saved_tensors[0]
+    chain, source = apart(ctx, ctx.saved_tensors[0])
+    cast, x = _cast(ctx.gpu, chain, ctx.compute), source
     for stage, record, mine in zip(ctx.stages, ctx.records, saved_of(ctx), strict=True):
         step = cast.steps[stage.at]
         if ctx.compute is not None and step.name in _CASTS:
@@ -297,4 +297,5 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
             bits = there(mine[1 if stage.kind == "linear" else 0])
             kept = mlp_mask.unpack(bits, x.shape[-1]).view(x.shape)
             x = x * kept.to(x.dtype).mul_(mlp_mask.scale_of(stage.p))
-    return differentiated(ctx, source, x, grad, ctx.needs_input_grad[3:])
+    own = [source, *chain.params]
+    return partials.gradients([x], own, ctx.needs_input_grad[3:], [grad])

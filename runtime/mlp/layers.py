@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime import device, kept_memory
+from recast.runtime import device, kept_memory, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.mlp import gemm
 from recast.runtime.mlp.chain import Chain, Step, parse, plain, there
-from recast.runtime.mlp.run import differentiated, versions
+from recast.runtime.mlp.run import apart, versions
 
 WHEN = (
     "linear layers with relu, or a narrow sigmoid or tanh, without gradients batch norms too;"
@@ -171,11 +171,12 @@ class Layers(torch.autograd.Function):
             return (None,) * (4 + len(chain.params))
         input, *rest = ctx.saved_tensors
         if torch.is_grad_enabled():
-            x = input
+            chain, source = apart(ctx, input)
+            x = source
             for step in chain.steps:
                 x = plain(chain, step, x)
-            needs = ctx.needs_input_grad[3:]
-            return (None, None, None, *differentiated(ctx, input, x, grad, needs))
+            own, needs = [source, *chain.params], ctx.needs_input_grad[3:]
+            return (None, None, None, *partials.gradients([x], own, needs, [grad]))
         thens, dense = ctx.thens, grad.contiguous()
         wants_input, *wants = ctx.needs_input_grad[3:]
         kept = len(thens) - (thens[-1] == "n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import device
+from recast.runtime import device, partials
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.layers import prelu_backward
 from recast.runtime.mlp import batch_norm, gemm, torch_draws
@@ -376,25 +377,23 @@ def _differentiable_backward(
     ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """For ``create_graph``: recompute the layers in plain torch, with the masks already drawn."""
-    chain: Chain = ctx.chain
-    x = source = there(tensors[0])
+    chain, source = apart(ctx, there(tensors[0]))
+    x = source
     for step, info in zip(chain.steps, ctx.infos, strict=True):
         x = again(chain, step, tensors[1 + step.slot : 1 + step.slot + step.slots], info, x)
-    return (None, *differentiated(ctx, source, x, grad, ctx.needs_input_grad[1:]))
+    own = [source, *chain.params]
+    return (None, *partials.gradients([x], own, ctx.needs_input_grad[1:], [grad]))
 
 
 def versions(chain: Chain) -> list[int | None]:
-    """What :func:`differentiated` compares, at the time of the forward."""
+    """What :func:`apart` compares, at the time of the forward."""
     return [None if p is None else p._version for p in chain.params]
 
 
-def differentiated(
-    ctx: Any, source: Tensor, out: Tensor, grad: Tensor, wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients, with a graph of their own, of the ``wanted`` among (source, *ctx.chain.params).
+def apart(ctx: Any, input: Tensor) -> tuple[Chain, Tensor]:
+    """``ctx.chain`` and its input as ``partials`` wants them: to be computed again.
 
-    ``out`` is the result recomputed from these. Raises RuntimeError if one of the params was
-    written to after ``ctx.versions`` was taken.
+    Raises RuntimeError if one of the params was written to after ``ctx.versions`` was taken.
     """
     chain: Chain = ctx.chain
     if versions(chain) != ctx.versions:
@@ -402,15 +401,7 @@ def differentiated(
             "a parameter of an mlp was modified by an inplace operation between the forward"
             " and a backward with create_graph=True"
         )
-    inputs = [source, *(p for p in chain.params if p is not None)]
-    leaves = [t for t in inputs if t.requires_grad]
-    found = torch.autograd.grad(out, leaves, grad, create_graph=True, allow_unused=True)
-    grads = {id(t): g for t, g in zip(leaves, found, strict=True)}
-    given: list[Tensor | None] = []
-    for t, need in zip([source, *chain.params], wanted, strict=True):
-        # A parameter in two places gets its whole gradient once.
-        given.append(grads.pop(id(t), None) if t is not None and need else None)
-    return given
+    return replace(chain, params=partials.apart(chain.params)), input.view_as(input)
 
 
 def again(chain: Chain, step: Step, tape: Sequence[Tensor | None], info: Info, x: Tensor) -> Tensor:

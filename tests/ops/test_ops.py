@@ -165,6 +165,43 @@ def test_create_graph(op: Op, sample: Sample) -> None:
         torch.testing.assert_close(dense(a, leaf).detach(), b)
 
 
+GRAPHED = [case for case in STRIDED if case.values[2] in (FIRST_ISA, EMULATED)]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("op", "sample", "kernel"), GRAPHED, indirect=["kernel"])
+def test_create_graph_of_inputs_that_depend_on_each_other(
+    op: Op, sample: Sample, kernel: str, turned: bool
+) -> None:
+    """As where a table is the layer after it, too: each way from one to the other counts once."""
+    if op.name == "embedding_bags" and any(sample.args[8]):
+        pytest.skip("torch adds no dense gradient to a sparse one")
+    upstream = upstream_of(op, sample, torch.float32)
+    found = []
+    for create_graph in (False, True):
+        args = cast(sample.args, torch.float32)
+        leaves = [t.requires_grad_() for t in floats(op, args)]
+        made: dict[int, Tensor] = {}
+        before = torch.zeros(())
+        for leaf in leaves[::-1] if turned else leaves:
+            if not leaf.isfinite().all():  # a mask: of zero times infinity came NaN
+                continue
+            made[id(leaf)] = leaf * (1 + before)
+            before = made[id(leaf)].sum() / max(leaf.numel(), 1)
+        chained = [
+            [made.get(id(t), t) for t in a] if isinstance(a, list) else made.get(id(a), a)
+            for a in args
+        ]
+        torch.manual_seed(5)
+        outs = as_list(op.target(*chained))
+        grads = torch.autograd.grad(
+            outs, leaves, upstream, create_graph=create_graph, allow_unused=True
+        )
+        found.append([dense(g, leaf).detach() for g, leaf in zip(grads, leaves, strict=True)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
 # By finite differences, the first samples of each op; the others are long tests.
 DIFFERENCES = [
     pytest.param(op, sample, id=f"{op.name}-{sample.label}", marks=[pytest.mark.long] * (k > 2))
