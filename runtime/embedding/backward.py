@@ -16,6 +16,7 @@ from recast.runtime.embedding import cuda_weight_grad
 from recast.runtime.embedding.call import Call, Layout
 from recast.runtime.embedding.outputs import unstacked
 from recast.runtime.gpu import gpu
+from recast.runtime.ranks import shards
 from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import lots
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 
 
 def sparse_owner(weight: Tensor) -> Callable[[], bool]:
-    """A function that tells whether a fused optimizer owns ``weight``. It is called in backward:
-    only then is training known to be set up.
+    """A function that tells whether ``weight`` gets a row gradient: whether a fused optimizer owns
+    it. It is called in backward: only then is training known to be set up.
+
+    A hook of the table may return a sparse tensor, which autograd refuses in place of a row
+    gradient: torch's own can be replaced by it. The part of a sharded table has no such.
     """
-    return lambda: claimed(weight)
+    return lambda: claimed(weight) and not (weight._backward_hooks and shards.of(weight) is None)
 
 
 def lot_of(

@@ -78,6 +78,32 @@ def test_sparse_gradients_taken_apart(touch: Callable[[Any], Tensor | None]) -> 
             torch.testing.assert_close(q, p)
 
 
+def rebuilt(grad: Any) -> Tensor:
+    return torch.sparse_coo_tensor(grad._indices(), grad._values().sign(), grad.shape)
+
+
+@pytest.mark.parametrize("hook", [rebuilt, lambda grad: grad.coalesce(), lambda grad: grad * 2])
+def test_hooks_that_return_sparse_gradients(hook: Callable[[Any], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Rows(sparse=True)
+    plain = copy.deepcopy(model)
+    fast, opt = recast.optimize(model, torch.optim.SGD(model.parameters(), 0.1), example=ids(0))
+    twin = torch.optim.SGD(plain.parameters(), 0.1)
+    handles = [one.a.weight.register_hook(hook) for one in (plain, fast)]
+    for k in range(4):
+        if k == 2:
+            for handle in handles:
+                handle.remove()
+        for one, by in ((plain, twin), (fast, opt)):
+            by.zero_grad()
+            one(ids(k)).square().mean().backward()
+            by.step()
+        assert (type(fast.a.weight.grad) is RowGrad) == (k >= 2)
+        assert type(fast.b.weight.grad) is RowGrad
+        for p, q in zip(plain.parameters(), fast.parameters(), strict=True):
+            torch.testing.assert_close(q, p)
+
+
 def test_others_are_no_sparse_tensors() -> None:
     model = Rows(sparse=False)
     recast.optimize(model, example=ids(0))(ids(1)).sum().backward()
