@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
 from threading import RLock, get_ident
+from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,9 @@ _MOST = 2**30  # of rows, and of steps
 _LEAST = torch.finfo(torch.float32).tiny  # of a power: see csrc/row_fades.h
 _FADES = 256  # at least: a power that is not kept is some ten multiplications
 
-_APART = 8  # steps after another thread has read moments
+# After another thread has read moments: so many steps, and seconds, as that thread may have to wait
+# for a core while small tables take a thousand steps.
+_APART, _APART_SECONDS = 8, 1.0
 
 # Optimizers whose ``state_dict()`` settles their moments first.
 _SETTLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -45,30 +48,32 @@ class Turns:
     """What the steps of one optimizer know of each other, and of threads that read moments.
 
     To read moments is to settle them, which must not be while a step of another thread writes them.
-    Nor are they to become ``Moment`` again while the other thread copies them: so for some steps,
-    in which all could be copied, its tables are stepped whole.
+    Nor are they to become ``Moment`` again while the other thread copies them: so for some steps
+    and some time, in which all could be copied, its tables are stepped whole.
 
     Attributes:
         lock: held by a step, and by who settles.
         betas: those of each group at the last step: where they change, rows fade by no power.
-        thread: that of the last step; ``apart``: how many steps another one still keeps whole.
+        thread: that of the last step; ``apart``: how many steps another one still keeps whole, the
+            last of them until ``until``.
     """
 
-    __slots__ = ("apart", "betas", "lock", "thread")
+    __slots__ = ("apart", "betas", "lock", "thread", "until")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.betas: dict[int, tuple[float, ...]] = {}
         self.thread = self.apart = 0
+        self.until = 0.0
 
     def begin_step(self) -> None:
         self.thread = get_ident()
-        if self.apart > 0:
+        if self.apart > 1 or (self.apart == 1 and monotonic() >= self.until):
             self.apart -= 1
 
     def note_reader(self) -> None:
         if self.thread not in (0, get_ident()):
-            self.apart = _APART
+            self.apart, self.until = _APART, monotonic() + _APART_SECONDS
 
 
 _TURNS: WeakKeyDictionary[Optimizer, Turns] = WeakKeyDictionary()

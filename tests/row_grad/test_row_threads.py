@@ -13,7 +13,7 @@ import pytest
 import torch
 from row_trio import MOVING, Trio
 
-from recast.runtime.rows import whole
+from recast.runtime.rows import ages, whole
 from recast.runtime.rows.ages import Moment, turns_of
 
 pytestmark = pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
@@ -99,12 +99,18 @@ def test_a_step_waits_for_a_reader(trio: Trio) -> None:
     trio.check()
 
 
-def test_moments_stay_ordinary_while_another_thread_may_copy_them(trio: Trio) -> None:
+@pytest.mark.parametrize(("steps", "seconds"), [(5, 0.0), (20, 1e9)])
+def test_moments_stay_ordinary_while_another_thread_may_copy_them(
+    trio: Trio, monkeypatch: pytest.MonkeyPatch, steps: int, seconds: float
+) -> None:
+    """For some steps, and for some time: small tables take many while a thread waits for a core."""
+    monkeypatch.setattr(ages, "_APART_SECONDS", seconds)
     trio.train(3)
     in_thread(lambda: trio.ours.state_dict()).join()
-    trio.train(5)
+    trio.train(steps)
     held = [h for h in trio.ours.state[trio.table].values() if torch.is_tensor(h)]
     assert not any(isinstance(h, Moment) for h in held)
+    turns_of(trio.ours).until = 0.0
     trio.train(5)
     assert isinstance(moment(trio), Moment)
     trio.check()
