@@ -108,7 +108,7 @@ class _SparseAdam(Rule):
     sparse = True
 
     def why_not(self, group: Group) -> str | None:
-        return None
+        return never(group)
 
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
         return {"step": 0, **_moments(weight)}
@@ -184,6 +184,9 @@ def never(group: Group) -> str | None:
         return "differentiable=True needs torch's own step"
     if isinstance(group["lr"], Tensor) and group["lr"].requires_grad:
         return "the learning rate requires grad"
+    params = group["params"]
+    if len(set(map(id, params))) < len(params):  # torch warns of it
+        return "a parameter that a group lists twice is stepped twice"
     return None
 
 

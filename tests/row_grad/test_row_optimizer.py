@@ -247,6 +247,20 @@ def test_a_step_that_torch_wrapped_once_more_is_the_same_step(
     assert rule_of(Mine([w]), lazy=True) is None
 
 
+TWICE = {name: kind for name, kind in {**FUSED, **WHOLE}.items() if not kind.lazy}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_table_that_a_group_lists_twice_is_stepped_twice(name: str) -> None:
+    """Torch warns of it, once: when the group is made."""
+    pair = Pair(TWICE[name])
+    for optimizer in (pair.ours, pair.plain):
+        params = optimizer.param_groups[0]["params"]
+        params.append(params[0])
+    pair.train(3)
+    pair.check()
+
+
 def test_attach_wants_an_optimizer() -> None:
     for function in (attach, stochastic_rounding):
         with pytest.raises(UsageError, match="object is not a torch"):
