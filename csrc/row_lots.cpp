@@ -21,7 +21,7 @@ namespace {
 
 struct Words {
   Name grad{"grad"}, cell{"cell"}, lot{"lot"}, number{"number"}, is_leaf{"is_leaf"},
-      hooks{"_backward_hooks"}, after{"_post_accumulate_grad_hooks"};
+      wants{"requires_grad"}, hooks{"_backward_hooks"}, after{"_post_accumulate_grad_hooks"};
   static const Words& get() {
     static const Words* words = new Words();
     return *words;
@@ -127,10 +127,11 @@ class Grads {
   }
 
  private:
-  // Whether the weight is a leaf without a gradient and without hooks.
+  // Whether the weight is a leaf without a gradient and without hooks, not frozen since forward.
   static bool is_free(const py::object& weight) {
     const Words& words = Words::get();
     if (words.is_leaf.of(weight).ptr() != Py_True || !words.grad.of(weight).is_none()) return false;
+    if (words.wants.of(weight).ptr() != Py_True) return false;
     return !truth(words.hooks.of(weight)) && !truth(words.after.of(weight));
   }
 

@@ -25,8 +25,8 @@ def left_after_assignment(
     """``grads`` without those that are assigned to ``.grad`` here, where nobody can tell.
 
     Autograd keeps the job if the pass does not end at the table, the table has a gradient or hooks,
-    somebody holds its accumulation node, or a process group exists (DDP hooks those nodes, and it
-    does not show).
+    was frozen since forward, somebody holds its accumulation node, or a process group exists (DDP
+    hooks those nodes, and it does not show).
     ``ctx``: that of the autograd function, whose first inputs are ``weights``.
     """
     if not weights or not (weights[0].is_cpu or weights[0].is_cuda):
@@ -52,6 +52,8 @@ def _assigned(
     left, alone = list(grads), _references() + 1  # and that of the call to getrefcount
     for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
         if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
+            continue
+        if not weight.requires_grad:
             continue
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             continue

@@ -132,6 +132,15 @@ def test_hooks_run(tables: list[nn.Parameter], placed: list[list[int]], kind: st
     assert all(isinstance(table.grad, RowGrad) for table in tables)
 
 
+def test_a_table_frozen_since_forward(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    """Gets no gradient, as in torch."""
+    whole = loss(tables)
+    tables[1].requires_grad_(False)
+    whole.backward()
+    assert placed == [[0, 2]]
+    assert [table.grad is None for table in tables] == [False, True, False]
+
+
 def test_a_table_that_is_no_leaf(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
     scaled = [table * 2 for table in tables]
     loss(scaled).backward()  # type: ignore[arg-type]
