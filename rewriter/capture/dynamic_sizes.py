@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from recast.errors import InputError
+from recast.rewriter.order import declare_assertion, foreign
+
 from .opaque_calls import OpaqueCall
 
 if TYPE_CHECKING:
@@ -87,6 +90,36 @@ class AtMost:
 
     def __call__(self, value: torch.Tensor) -> bool:
         return self.lengths(value) <= self.most
+
+
+@dataclass(frozen=True)
+class Held:
+    """Sizes of what a layer gives that runs as it is: it may not be called ahead to ask for them.
+    So each call is held to them, by :func:`check_sizes`.
+    """
+
+    dims: tuple[int, ...]
+
+
+def check_sizes(given: torch.Tensor, sizes: tuple[tuple[int, int], ...], path: str) -> None:
+    """Raise InputError if what the layer at ``path`` gives has others than these, (dimension,
+    size), on which forward relies.
+    """
+    for dim, size in sizes:
+        if given.shape[dim] != size:
+            raise InputError(
+                f"{path} gives {given.shape[dim]} in dimension {dim}, and gave {size} in both"
+                " examples",
+                why="forward relies on it, and the layer, which runs as it is, cannot be asked"
+                " before the call",
+                tries=(
+                    "example=[a, b] of which one gives another",
+                    "a layer that is captured: the report says what is in the way",
+                ),
+            )
+
+
+declare_assertion(check_sizes)
 
 
 @dataclass(frozen=True)
@@ -184,7 +217,12 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
                     yield size, asked, question
         return
     if node.op == "call_module":
-        name = type(tracer.root.get_submodule(str(node.target))).__name__
+        module = tracer.root.get_submodule(str(node.target))
+        if foreign(module):
+            for d in _settled(tracer, node, shape):
+                yield shape[d], node, Held((d,))
+            return
+        name = type(module).__name__
     dims = set[int]()
     if isinstance(node.target, OpaqueCall):
         dims = {0} if node.target.keeps else set(shape)

@@ -33,6 +33,7 @@ from . import frames, tidy
 from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
 from .distributions import traced_shapes
+from .dynamic_sizes import check_sizes
 from .guards import Guard, ask
 from .intercept import Recorder
 from .muted import muted
@@ -289,6 +290,7 @@ def _finish(
     default_dtype = tidy.fold(tracer)
     tidy.prune(graph)
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))
+    _check_held(tracer)
     graph.lint()
     _undoable(tracer)
     read = {n.target for g in (graph, asks) if g is not None for n in g.nodes if n.op == "get_attr"}
@@ -321,6 +323,15 @@ def _finish(
         numbers=tuple(numbers),
         squeezes=squeezes,
     )
+
+
+def _check_held(tracer: Tracer) -> None:
+    """Write the checks of sizes that layers give which run as they are."""
+    for node, sizes in tracer.held_sizes.items():
+        args = node, tuple(sorted(sizes.items())), str(node.target)
+        with tracer.graph.inserting_after(node):
+            made = tracer.graph.create_node("call_function", check_sizes, args)
+        made.meta[KEY] = replace(note(node), spec=None)
 
 
 def _number(path: str, pair: tuple[Any, ...]) -> BakedValue:

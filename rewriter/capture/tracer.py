@@ -26,7 +26,7 @@ from recast.rewriter.ir import KEY, Note, spec_of
 from . import frames, recording, scratch
 from .code_watcher import CodeWatcher
 from .constants import Constants
-from .dynamic_sizes import AtMost, DynamicSizes, Lengths, dynamic_sizes
+from .dynamic_sizes import AtMost, DynamicSizes, Held, Lengths, dynamic_sizes
 from .opaque_calls import OpaqueCall, candidates, transformed
 from .python_reads import PythonReads
 from .refused import refusal
@@ -97,6 +97,7 @@ class Tracer:
         self.bakes_computed_dtypes = False  # of more than inputs and parameters
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.dynamic_sizes: dict[fx.Node, DynamicSizes] = {}  # data-dependent sizes
+        self.held_sizes: dict[fx.Node, dict[int, int]] = {}  # by dimension, of opaque layers
 
         self.held: dict[int, Value] = {}  # Values of the model's tensors, by the tensor's id
         self.alive: list[Any] = []
@@ -193,6 +194,11 @@ class Tracer:
             return
         asked = []
         for root, question in known.roots:
+            if isinstance(question, Held):
+                told = {d: self.shapes[root][d] for d in question.dims}
+                if {*told.values()} & {*sizes}:
+                    self.held_sizes.setdefault(root, {}).update(told)
+                continue
             with self.quiet():
                 first, second = (question(v) for v in self.pairs[root])
             if first == second:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import recast
-from recast.errors import RecastWarning
+from recast.errors import InputError, RecastWarning
 
 Use = Callable[["Net", Tensor, Tensor], Tensor]
 
@@ -222,3 +222,41 @@ def test_bounds_of_sizes_are_no_branches() -> None:
         for rows in (2, 3, 6, 7, 12, 20):
             ids = torch.randint(10, (rows, 3))
             torch.testing.assert_close(fast(ids), net(ids))
+
+
+class LastPlaces(nn.Module):
+    """Keeps four places of a history; a hook keeps it from being captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids[:, -4:])
+
+
+class BehindHook(nn.Module):
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.inside, self.out, self.mean = LastPlaces(), nn.Linear(8, 1), mean
+        self.inside.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.inside(ids)
+        out: Tensor = self.out(h.sum(1) / h.size(1) if self.mean else h.mean(1))
+        return out
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_layer_that_runs_as_it_is_is_held_to_a_size_that_forward_took(mean: bool) -> None:
+    model = BehindHook(mean)
+    first, second = (torch.randint(60, shape) for shape in ((8, 10), (5, 9)))
+    fast = recast.optimize(model, example=[first, second])
+    for length in (10, 12, 4):
+        torch.testing.assert_close(fast(first[:3, :length]), model(first[:3, :length]))
+    short = first[:, :3]
+    if mean:
+        with pytest.raises(InputError, match="inside gives 3 in dimension 1, and gave 4"):
+            fast(short)
+    else:  # nothing was taken for a number
+        torch.testing.assert_close(fast(short), model(short))
