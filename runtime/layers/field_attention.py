@@ -378,7 +378,7 @@ def samples() -> list[Sample]:
             "bias of columns, filled",
             (*wide, 0.4, 0.0, True, False, rand(19, 2).t()[:, None, :, None], some, -4.0),
         ),
-        Sample("filled", (*three(3, 2, 7, 5), 0.7, 0.2, True, True, None, padding, -1e9)),
+        Sample("filled", (*three(3, 2, 7, 5), 0.7, 0.2, True, True, None, padding, -1e4)),
         Sample(
             "no key is left",
             (*three(3, 2, 7, 5), 0.7, 0.0, True, True, None, padding, -torch.inf, True),
