@@ -14,11 +14,11 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from gpu.bench import op_cases, roofline, synthetic_models, variants
-from gpu.check import external_tools, op_checks, op_samples
+from gpu.check import external_tools, model_checks, op_checks, op_samples, recorded_run
 from gpu.harness import item_log, runner, worker
 from gpu.harness.items import Item, Skip
 from gpu.harness.progress import Progress, results_folder
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recast.runtime import OPS
@@ -114,6 +114,30 @@ def test_every_sample_has_a_reference_in_every_dtype(op: Op) -> None:
         for dtype in op_checks.DTYPES:
             with torch.no_grad():
                 op.reference(*op_checks.cast(sample.args, dtype, CPU))
+
+
+def test_models_are_compared_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a GPU's convolutions may be TF32: ours then are, torch's if cuDNN so chooses."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    seen = set[bool]()
+
+    def loss(out: Tensor, *rest: Tensor) -> Tensor:
+        seen.add(torch.backends.cudnn.allow_tf32)
+        return out.square().mean()
+
+    x = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
+    model_checks.diff_training(nn.Linear(3, 2), (x,), loss=loss)
+
+    def step(net: nn.Module, *rest: Any) -> None:
+        loss(net(x))
+        raise Skip("nothing is recorded without a GPU")
+
+    monkeypatch.setattr(recorded_run, "recorded_step", step)
+    with pytest.raises(Skip):
+        recorded_run.compare_training(
+            lambda: nn.Linear(3, 2), loss, [((x,), ())], torch.optim.Adagrad, CPU
+        )
+    assert seen == {False} and torch.backends.cudnn.allow_tf32
 
 
 def test_one_mask_serves_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import recast
-from gpu.check import common_models
+from gpu.check import common_models, op_checks
 from gpu.check.example_models import EXAMPLES, load_example, to, without_dropout
 from gpu.harness.items import Item
 from recast.runtime import tolerances
@@ -32,6 +32,8 @@ def _diff_example(name: str, batch: int, device: torch.device) -> dict[str, obje
     return diff_training(model, example, loss=subject.loss)
 
 
+# Where convolutions may be TF32, ours are and cuDNN's perhaps not: ops are judged so, one by one.
+@op_checks.convolving(in_tf32=False)
 def diff_training(model: nn.Module, example: Any, **options: Any) -> dict[str, object]:
     # Two batches tell which sizes belong to the batch; more are for the steps.
     shown = example[:2] if isinstance(example, list) else example

@@ -108,7 +108,7 @@ def check(
     ``judged``: the dtype whose limits apply, if not their own.
     """
     upstream = _upstream(op, sample, dtype)
-    with _convolving(in_tf32=False):  # the judge is a CPU
+    with convolving(in_tf32=False):  # the judge is a CPU
         ours, masks = _run(op.target, op, cast(sample.args, dtype, device), upstream, device)
     here = torch.device("cpu")
     with _dropping(masks):
@@ -136,7 +136,7 @@ def tiles(op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
     held = torch.backends.cuda.matmul
     before, held.fp32_precision = held.fp32_precision, "tf32"
     try:
-        with _convolving(in_tf32=True):
+        with convolving(in_tf32=True):
             given = cast(sample.args, torch.float32, device)
             ours, masks = _run(op.target, op, given, upstream, device)
     finally:
@@ -155,11 +155,11 @@ def tiles(op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
     return {"share of the limit": round(worst, 3)}
 
 
-def _convolving(*, in_tf32: bool) -> AbstractContextManager[None]:
-    found: AbstractContextManager[None] = torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled, allow_tf32=in_tf32
-    )
-    return found
+@contextmanager
+def convolving(*, in_tf32: bool) -> Iterator[None]:
+    """Inside, whether convolutions of float32 may be TF32, as is torch's default on a GPU."""
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=in_tf32):
+        yield
 
 
 def cast(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:

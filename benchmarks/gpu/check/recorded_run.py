@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import recast
 from gpu import ROOT
+from gpu.check import op_checks
 from recast.runtime import tolerances
 from recast.runtime.recorded.recording import CudaRecorder, Recorder
 from recast.runtime.recorded.training_step import TrainingStep
@@ -37,6 +38,7 @@ def recorder_for(optimizer: torch.optim.Optimizer, device: torch.device) -> Reco
     return TapeRecorder(optimizer)
 
 
+@op_checks.convolving(in_tf32=False)  # as in diff_training
 def compare_training(
     make: Callable[[], nn.Module],
     loss: Callable[..., Tensor],
