@@ -1,7 +1,8 @@
 """What ``forward`` leaves behind in the model: either every call does the same, or capture refuses.
 
 An attribute that is set to a traced value becomes a further output of the graph, which each call
-stores; a buffer that is written in place is written by the graph itself.
+stores; so does an entry of a dict that forward writes to and never reads, as
+``self.losses["aux"] = loss``. A buffer that is written in place is written by the graph itself.
 """
 
 from __future__ import annotations
@@ -70,14 +71,16 @@ def attribute_writes(
     before: State,
     kept: Callable[[str, str], bool],
     layers: Collection[str],
-) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+) -> tuple[dict[str, Any], list[tuple[str, str, Any]], dict[tuple[str, Any], Any]]:
     """Attributes that have a new traced value after forward, and those with a plain constant that
-    forward wrote without reading the old value. Refuses other lasting changes, and what only the
+    forward wrote without reading the old value; and the entries that it set, by (attribute, key).
+    Refuses other lasting changes, and what only the
     first call makes, unless that is a constant and ``kept(path, name)``: later calls leave it; and
     what is set in ``layers``, which run as they are and would read the old value.
     """
     stores: dict[str, Any] = {}
     left: list[tuple[str, str, Any]] = []
+    entries: dict[tuple[str, Any], Any] = {}
     for (path, name), value in reading.cached.items():
         if not _constant(value):
             raise _first_call(f"what {name}() keeps", name, reading, path)
@@ -88,6 +91,10 @@ def attribute_writes(
         for slots, kind in _KEPT.items():
             _check_kept(getattr(module, slots), old[slots], kind, reading, path)
         for write in _writes(module, path, old, reading):
+            if write.entries is not None and path not in layers:
+                at = f"{path}.{write.name}" if path else write.name
+                entries.update({(at, key): one for key, one in write.entries.items()})
+                continue
             _check_write(write, module, reading, kept, layers)
             if write.traced:
                 stores[f"{path}.{write.name}" if path else write.name] = write.value
@@ -99,13 +106,14 @@ def attribute_writes(
                 if type(write.was) not in NUMBERS or type(write.value) not in NUMBERS:
                     refused.number = ""
                 raise refused
-    return stores, left
+    return stores, left, entries
 
 
 @dataclass(frozen=True)
 class _Write:
     """An attribute, or a buffer, that is another object after forward. ``was``: _ABSENT if there
     was none. ``traced``: traced values are in it. ``registered``: it has become a buffer.
+    ``entries``: those that forward has set in a dict, which is the same; None of all else.
     """
 
     path: str
@@ -114,6 +122,7 @@ class _Write:
     was: Any
     traced: bool
     registered: bool
+    entries: dict[Any, Any] | None = None
 
 
 def _writes(
@@ -133,8 +142,28 @@ def _writes(
             registered = name in module._buffers and name not in old["_buffers"]
             yield _Write(path, name, value, was, bool(leaves), registered)
         elif inside is not None and not _untouched(reading, _inside(value), inside, value):
+            entries = _entries_set(reading, path, name, value, inside)
+            if entries is not None:
+                yield _Write(path, name, value, was, True, False, entries)
+                continue
             why = f"forward changes what is in self.{name}, a {type(value).__name__}"
             raise refusal(why, line_of_write(reading.codes, name), path)
+
+
+def _entries_set(
+    reading: PythonReads, path: str, name: str, value: Any, before: Any
+) -> dict[Any, Any] | None:
+    """The entries that forward has set in the dict ``value``, if it does nothing else with it and
+    all are traced: a tensor or a number each.
+    """
+    if type(value) is not dict or path in reading.listed:
+        return None
+    if not all(code_names.only_sets_entries(code, name) for code in reading.codes):
+        return None
+    new = {k: v for k, v in value.items() if k not in before or before[k] is not v}
+    gone = before.keys() - value.keys()
+    plain = all(isinstance(k, (str, int)) and isinstance(v, Value) for k, v in new.items())
+    return new if plain and not gone else None
 
 
 def _check_write(

@@ -112,7 +112,7 @@ def _all(traced: Traced) -> tuple[Any, ...]:
     key: list[Any] = []
     beside = traced.template, traced.argument_writes, traced.leaves
     flatten(rebuild(beside, lambda hole: None), [], key)
-    return text(traced.graph), traced.guards, traced.stores, key
+    return text(traced.graph), traced.guards, traced.stores, traced.entries, key
 
 
 def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> None:

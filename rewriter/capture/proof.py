@@ -219,9 +219,9 @@ def _run_graph(
 
 def _users(case: Traced, result: Any) -> Any:
     """Without the attributes that forward leaves behind: what its caller sees."""
-    if not case.stores and not case.argument_writes:
+    if not case.stores and not case.entries and not case.argument_writes:
         return result
-    return result[0], result[1][len(case.stores) :]
+    return result[0], result[1][len(case.stores) + len(case.entries) :]
 
 
 def _why(

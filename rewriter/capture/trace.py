@@ -59,6 +59,7 @@ class Traced:
     asks: Graph | None = None  # computes the guarded values from the inputs
     by_size: bool = False  # their sizes alone decide them
     stores: tuple[str, ...] = ()  # attributes that forward leaves behind: the second output
+    entries: tuple[tuple[str, Any], ...] = ()  # of dicts, (attribute, key): behind ``stores``
     template: Any = None  # structure of the user's output, if more than tuples, lists and dicts
     baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
     strict_dtypes: bool = False
@@ -69,7 +70,7 @@ class Traced:
     opaque_calls: tuple[str, ...] = ()  # functions that run as they are, with their line
     catches: bool = False  # forward catches errors: an error of the graph may not be the model's
     # entries that forward writes into dicts that it is given, in the form of ``template``; their
-    # tensors come behind ``stores``
+    # tensors come behind ``entries``
     argument_writes: tuple[tuple[Place, Any], ...] = ()
     prints: tuple[str, ...] = ()  # lines that print or log, which the graph does not
     numbers: tuple[str, ...] = ()  # attributes that are read anew at each call
@@ -267,9 +268,14 @@ def _finish(
     kept: Callable[[str, str], bool],
 ) -> Traced:  # fmt: skip
     reading = tracer.reading
-    stores, left = attribute_writes(tracer.scratch, reading, before, kept, tracer.layers)
+    stores, left, entries = attribute_writes(tracer.scratch, reading, before, kept, tracer.layers)
+    if entries and tracer.opaque_calls:
+        at, _ = next(iter(entries))
+        called = next(iter(tracer.opaque_calls)).__name__
+        raise refusal(f"forward sets entries of self.{at}, which {called}() may read", None, "")
     written = {(p, n) for p, n, _ in left}
-    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in (*stores, *tracer.numbers))}
+    attributes = (*stores, *tracer.numbers, *(at for at, _ in entries))
+    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in attributes)}
     template = None
     if _simple(result):
         out = argument(tracer, result)
@@ -279,9 +285,10 @@ def _finish(
         out, template = argument(tracer, tuple(leaves)), rebuild(result, lambda t: Hole())
     graph = tracer.graph
     beside = [_size(tracer, v) if type(v) is Shape else v for v in stores.values()]
+    beside += entries.values()
     for value in argument_writes.values():
         flatten(value, beside, [])
-    whole = (out, argument(tracer, tuple(beside))) if stores or argument_writes else out
+    whole = (out, argument(tracer, tuple(beside))) if beside or argument_writes else out
     end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
@@ -302,6 +309,7 @@ def _finish(
         asks=asks,
         by_size=by_size,
         stores=tuple(stores),
+        entries=tuple(entries),
         template=template,
         baked=frozenset(n.name for n in tracer.baked),
         strict_dtypes=tracer.bakes_dtypes,

@@ -150,6 +150,34 @@ def catches(code: CodeType) -> bool:
     return inner or "suppress" in code.co_names or any(caught)
 
 
+@lru_cache(maxsize=4096)
+def only_sets_entries(code: CodeType, name: str) -> bool:
+    """Whether ``code`` names the attribute ``name`` for ``self.name[key] = value`` and
+    ``self.name.update(...)`` alone.
+    """
+    if any(isinstance(c, CodeType) and not only_sets_entries(c, name) for c in code.co_consts):
+        return False
+    if name in (c for c in code.co_consts if isinstance(c, str)):
+        return False  # getattr(self, "name")
+    steps = list(dis.get_instructions(code))
+    named = (k for k, i in enumerate(steps) if i.argval == name and not i.opname.endswith("_FAST"))
+    return all(steps[k].opname == "LOAD_ATTR" and _sets(steps[k + 1 :]) for k in named)
+
+
+def _sets(steps: list[dis.Instruction]) -> bool:
+    """Whether ``steps`` set an entry of what has just been loaded, or update it."""
+    if steps and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return bool(steps[0].argval == "update")
+    depth = 0  # of what lies above it
+    for i in steps:
+        if i.opname == "STORE_SUBSCR" and depth == 1:
+            return True
+        if depth < 0 or i.opcode in dis.hasjrel or i.opcode in dis.hasjabs:
+            return False
+        depth += dis.stack_effect(i.opcode, i.arg)
+    return False
+
+
 def asks_type(codes: Iterable[CodeType]) -> str | None:
     """The first of ``codes`` that compares ``type(x)`` with a class of tensors: under a trace a
     tensor is of another class.

@@ -262,6 +262,8 @@ class Compiled(nn.Module):
         of_others = filter(None, (one.why_not_recordable() for one in others))
         if any(traced.argument_writes for traced in self._runner.traced.values()):
             return "forward writes into a dict that it is given, and a replay would not"
+        if any(traced.entries for traced in self._runner.traced.values()):
+            return "forward writes into a dict that the model holds, and a replay would not"
         if any(traced.numbers for traced in self._runner.traced.values()):
             return "forward counts in Python, and a replay would not"
         graphs = self._runner.graphs.values()

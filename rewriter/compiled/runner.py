@@ -403,7 +403,7 @@ class Runner:
                 if isinstance(error, torch.OutOfMemoryError):
                     memory.explain(error, self.root)
                 raise
-        if traced.stores or traced.argument_writes:
+        if traced.stores or traced.entries or traced.argument_writes:
             result, stored = result
             self._store(traced, stored, ordered)
         for owned, name, value in case.leaves:
@@ -420,6 +420,8 @@ class Runner:
         for path in traced.stores:
             owner, _, name = path.rpartition(".")
             setattr(resolve(self.root, owner) if owner else self.root, name, next(beside))
+        for path, key in traced.entries:
+            resolve(self.root, path)[key] = next(beside)
         for (*place, key), form in traced.argument_writes:
             entries: Any = ordered
             for one in place:

@@ -392,7 +392,8 @@ def _average_dense(compiled: Compiled) -> None:
 
 def _stored(compiled: Compiled) -> set[str]:
     """The paths of the attributes that a call writes, as of a loss that forward keeps."""
-    found = {path for case in compiled._runner.traced.values() for path in case.stores}
+    cases = compiled._runner.traced.values()
+    found = {path for case in cases for path in (*case.stores, *(at for at, _ in case.entries))}
     for form in compiled._forms:
         found |= _stored(form)
     for at, part in compiled._parts.items():

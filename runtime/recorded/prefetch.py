@@ -55,14 +55,20 @@ class ToCuda:
         return torch.cuda.device(torch.cuda.current_device())
 
     def send(self, batch: Any) -> Any:
+        if any(isinstance(t, Tensor) and self._is_there(t) for t in pytree.tree_leaves(batch)):
+            # What the loader has made there itself is ready when its own stream says so.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = pytree.tree_map_only(Tensor, self._copy, batch)
             done = torch.cuda.Event()
             done.record(self._stream)
         return moved, done
 
+    def _is_there(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device
+
     def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._device:
+        if self._is_there(tensor):
             return tensor
         if tensor.is_cpu and not tensor.is_pinned():
             tensor = tensor.pin_memory()

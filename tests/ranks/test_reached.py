@@ -220,7 +220,23 @@ class Storing(Base):
         return self.first(x)
 
 
-def test_a_loss_that_is_stored_in_the_model() -> None:
+class StoringEntries(Storing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, Tensor] = {}
+
+    @property
+    def loss(self) -> Tensor:
+        return self.losses["second"]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rows(ids)
+        self.losses["second"] = self.second(x).square().mean()
+        return self.first(x)
+
+
+@pytest.mark.parametrize("kind", [Storing, StoringEntries])
+def test_a_loss_that_is_stored_in_the_model(kind: type[Storing]) -> None:
     def steps(model: Any, optimizer: Any, batches: Any) -> dict[str, Tensor]:
         for step in range(3):
             optimizer.zero_grad()
@@ -230,11 +246,11 @@ def test_a_loss_that_is_stored_in_the_model() -> None:
             optimizer.step()
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
-    one = Storing()
+    one = kind()
     wanted = steps(one, sgd(one), lambda step: torch.cat([batch(r, step) for r in range(2)]))
 
     def rank_of(rank: int) -> dict[str, Tensor]:
-        model = Storing()
+        model = kind()
         fast, opt = recast.optimize(model, sgd(model), example=batch(0, 0), sharding="row_wise")
         found = steps(fast, opt, lambda step: batch(rank, step))
         fast(batch(rank, 3))
