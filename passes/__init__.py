@@ -52,6 +52,7 @@ from .split_columns import SplitColumns
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_draws import SynchroniseDraws
 from .synchronise_dropout import SynchroniseDropout, batchwise
+from .synchronise_means import SynchroniseMeans
 from .synchronise_pairs import SynchronisePairs
 from .transformers import OpenTransformers
 
@@ -104,6 +105,7 @@ def communication(
         ShardTables(plan),  # first: the next one exchanges a call whole or not at all
         Communicate(plan, wire, repeating),
         SynchronisePairs(),  # after all fusion: it reads fused losses
+        SynchroniseMeans(),  # of what is left: in pairs they are those of all ranks
         SynchroniseBatchNorm(),  # after all fusion: it takes fused chains apart again
         SynchroniseDraws(),
         SynchroniseDropout(),  # after all fusion, and the draws: it refuses those that are left
@@ -111,12 +113,15 @@ def communication(
 
 
 # what captured parts need too
-BATCHWISE = (SynchronisePairs, SynchroniseBatchNorm, SynchroniseDraws, SynchroniseDropout)
+BATCHWISE = (
+    SynchronisePairs, SynchroniseMeans, SynchroniseBatchNorm, SynchroniseDraws, SynchroniseDropout,
+)  # fmt: skip
 
 _ASKED_FOR = (
     GatherInDots,  # it is not always faster
     QuantiseTables,
     SynchronisePairs,
+    SynchroniseMeans,
     SynchroniseBatchNorm,
     SynchroniseDraws,
     SynchroniseDropout,
@@ -172,6 +177,7 @@ __all__ = [
     "SynchroniseBatchNorm",
     "SynchroniseDraws",
     "SynchroniseDropout",
+    "SynchroniseMeans",
     "SynchronisePairs",
     "batchwise",
     "bound",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from recast.runtime.ranks.batch_of_all import (
     all_positions,
     batch_of_all,
     diagonal_filled,
+    mean_of_all,
     own_block,
     own_diagonal,
     own_positions,
@@ -80,7 +82,7 @@ _LOSSES = (
 # of vectors that count rows, what still does
 _COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
 
-for _collective in (sizes_of_all, batch_of_all):
+for _collective in (sizes_of_all, batch_of_all, mean_of_all):
     declare_random(_collective)  # it keeps its place
 
 
@@ -491,6 +493,26 @@ def _written(graph: Graph, root: nn.Module) -> Node | None:
     return None
 
 
+def sizes_before(node: Node, rule: str) -> Node:
+    """The node that returns the number of rows of each rank; a new one, if none is before it."""
+    before = takewhile(lambda n: n is not node, node.graph.nodes)
+    known = [n for n in before if is_call(n, sizes_of_all) or _is_batch(n)]
+    if known and is_call(known[-1], sizes_of_all):
+        return known[-1]
+    source = next((n for n in known if _is_batch(n)), None)
+    source = source or next(n for n in node.all_input_nodes if _batch_dims(n))
+    with node.graph.inserting_before(node):
+        args = source, _batch_dims(source)[0]
+        made = node.graph.create_node("call_function", sizes_of_all, args, {}, "sizes_of_all")
+    made.meta[KEY] = merge([node], rule)
+    annotate(made, spec=Spec(torch.int64, ("n",)))
+    return made
+
+
+def _is_batch(node: Node) -> bool:
+    return node.op == "placeholder" and len(_batch_dims(node)) == 1
+
+
 def _asks(node: Node) -> bool:
     """Whether ``node`` only asks for a size, a dtype or a device."""
     return is_call(node, getattr) or is_method(node, "size", "dim")
@@ -520,7 +542,7 @@ class SynchronisePairs:
             if context.fuel_left() == 0:
                 break
             if sizes is None:
-                sizes = self._sizes(node)
+                sizes = sizes_before(node, self.name)
             paired = _Paired(node, self.name, sizes, known)
             before = dict(known)
             try:
@@ -541,20 +563,6 @@ class SynchronisePairs:
         if sizes is not None:
             _drop(graph, context.root, sizes)
         return count
-
-    def _sizes(self, node: Node) -> Node:
-        """The node that returns the number of rows of each rank."""
-        of = next(
-            (n for n in node.graph.nodes if n.op == "placeholder" and len(_batch_dims(n)) == 1),
-            None,
-        )
-        source = of or next(n for n in node.all_input_nodes if _batch_dims(n))
-        with node.graph.inserting_before(node):
-            args = source, _batch_dims(source)[0]
-            made = node.graph.create_node("call_function", sizes_of_all, args, {}, "sizes_of_all")
-        made.meta[KEY] = merge([node], self.name)
-        annotate(made, spec=Spec(torch.int64, ("n",)))
-        return made
 
     def _compare_places(self, node: Node, paired: _Paired) -> None:
         """``argmax == arange(B)``, where ``argmax`` tells places among all rows."""

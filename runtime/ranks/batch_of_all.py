@@ -63,6 +63,20 @@ def batch_of_all(input: Tensor, sizes: Tensor, dim: int) -> Tensor:
     return whole
 
 
+@_disable_dynamo
+def mean_of_all(mean: Tensor, sizes: Tensor) -> Tensor:
+    """The mean over the rows of all ranks, of the ``mean`` over this rank's. A collective, also in
+    the backward pass.
+    """
+    if collectives.ranks() == 1 or mean.is_meta:
+        return mean
+    own, total = int(sizes[collectives.rank()]), int(sizes.sum())
+    if own == 0 < total:  # it is no number
+        mean = mean.nan_to_num(0.0)
+    result: Tensor = _SumOfAll.apply(mean * (own / max(total, 1)))
+    return result
+
+
 def own_positions(positions: Tensor, sizes: Tensor) -> Tensor:
     """``arange(N)`` of this rank's batch: where its rows are among those of all ranks."""
     return positions + _first(sizes)
@@ -132,6 +146,24 @@ class _BatchOfAll(torch.autograd.Function):
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = parts.view(world, own, *rows.shape[1:]).to(wide).sum(0).to(grad.dtype)
         return total.movedim(0, ctx.dim), None, None
+
+
+class _SumOfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return _summed(part)
+
+    @staticmethod
+    @one_at_a_time
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _summed(grad)
+
+
+def _summed(part: Tensor) -> Tensor:
+    """Σ over ranks, in their order: the same bits on all."""
+    parts = gathered(part, what="all_gather of means")
+    return parts.to(torch.promote_types(part.dtype, torch.float32)).sum(0).to(part.dtype)
 
 
 def _exchanged(flat: Tensor, like: Tensor, there: list[int], back: list[int]) -> Tensor:
