@@ -74,7 +74,9 @@ def _mixed(node: Node) -> str | None:
     dims = _dims(node, name, len(spec.shape))
     if dims is None or not _rows(spec) & {*dims}:
         return None
-    return None if name in _LOSSES and made is not None and not made.shape else name
+    if name in _LOSSES and made is not None and not made.shape:
+        return None
+    return name if len(_rows(spec)) == 1 else f"{name}, perhaps,"  # which are the rows?
 
 
 def _rows(spec: Spec) -> set[int]:

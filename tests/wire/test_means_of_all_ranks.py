@@ -115,3 +115,15 @@ def test_losses_and_what_is_of_each_row_are_nothing_to_tell(form: Form) -> None:
     fast = recast.optimize(Towers(form), example=batch(8, 0), passes=PASSES)
     journal = fast.report.journal
     assert not [e for e in (*journal.fired, *journal.missed) if e.rule == "synchronise-means"]
+
+
+def test_a_length_that_is_the_number_of_rows_is_not_taken_for_it() -> None:
+    class Pooled(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1).sum(1)
+
+    examples = [torch.randn(n, n, 3) for n in (8, 5)]
+    fast = recast.optimize(Pooled(), example=examples, passes=PASSES)
+    assert "mean_of_all" not in fast.report.graph_text
+    (missed,) = [m for m in fast.report.journal.missed if m.rule == "synchronise-means"]
+    assert missed.why.startswith("a mean, perhaps, over the rows of the batch")
