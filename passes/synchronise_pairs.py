@@ -200,7 +200,7 @@ class _Paired:
             made = self.call(x, made_up, x, self.sizes, own)
             annotate(made, spec=self._wide(x, many))
             return made
-        if is_method(x, "fill_diagonal_"):
+        if is_method(x, "fill_diagonal_") and len(x.args) == 2 and not x.kwargs:
             source = self.pairs(x.args[0], own)  # type: ignore[arg-type]
             made = self.call(x, diagonal_filled, source, self.sizes, own, x.args[1])
             annotate(made, spec=self._wide(x, many))
