@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +123,10 @@ def test_captured_whole_with_the_numbers_of_the_plain_model(form: str) -> None:
     fast = recast.optimize(Latent(FORMS[form]), example=ids(16))
     assert fast.report.captured == "whole", str(fast.report)
     for rows in (16, 7, 1, 0):
-        wanted, found = outcome(plain, ids(rows)), outcome(fast, ids(rows))
+        with warnings.catch_warnings():
+            if rows == 0:  # of no rows some raise, as the plain model does
+                warnings.simplefilter("ignore", recast.RecastWarning)
+            wanted, found = outcome(plain, ids(rows)), outcome(fast, ids(rows))
         if isinstance(wanted, str) or isinstance(found, str):
             assert wanted == found
             continue
