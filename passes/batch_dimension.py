@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Node, is_call, is_method
+from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.runtime.layers.drawn_dropout import drawn_dropout
 
 from .chain_steps import Step, read_step
@@ -37,6 +37,17 @@ def counts(source: Any, root: nn.Module) -> tuple[int, int] | None:
     if size == "B":
         return dim, 1
     return (0, int(size[:-2])) if dim == 0 and _in_order(source, size, root) else UNKNOWN
+
+
+def inputs_read(graph: Graph) -> list[Node]:
+    """The inputs that the output of ``graph`` is computed of, in their order."""
+    seen, queue = set[Node](), [graph.output_node()]
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += node.all_input_nodes
+    return [node for node in graph.nodes if node.op == "placeholder" and node in seen]
 
 
 def _in_order(node: Any, size: str, root: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from recast.runtime.ranks.draws_global import (
     shifted,
 )
 
-from .batch_dimension import UNKNOWN, counts
+from .batch_dimension import UNKNOWN, counts, inputs_read
 from .leaf import argument, spec_of
 from .synchronise import Writer, fired
 
@@ -168,6 +168,9 @@ def _multinomial(node: Node, found: tuple[int, int] | None) -> _Draw | None:
     replacement, generator = argument(node, 2, "replacement", False), argument(node, 3, "generator")
     if not isinstance(x, Node) or generator is not None or node.kwargs.get("out") is not None:
         return None
+    spec = spec_of(x)
+    if found is not None and (spec is None or len(spec.shape) != 2):
+        found = UNKNOWN  # samples from one row of weights, as many as the batch has
     return _Draw(node, None, (many, replacement), x, found)
 
 
@@ -251,8 +254,8 @@ class SynchroniseDraws:
 def _rows(writer: Writer, graph: Graph, made: Node, root: nn.Module) -> Node:
     """The node that returns the sizes of all batches, by an input that has one; 0 if none has."""
     source, found = made, UNKNOWN
-    for node in graph.nodes:
-        counted = counts(node, root) if node.op == "placeholder" else None
+    for node in inputs_read(graph):
+        counted = counts(node, root)
         if counted is not None and counted != UNKNOWN:
             source, found = node, counted
             break

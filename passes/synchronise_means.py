@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
 from recast.rewriter.report.journal import Missed
-from recast.runtime.ranks.batch_of_all import mean_of_all
+from recast.runtime.ranks.batch_of_all import all_positions, mean_of_all, own_block, own_positions
 
 from .leaf import argument, spec_of
+from .own_rows import batch_dims, computes_with_rows, is_mean, name_of, of_other_rows
 from .synchronise import Writer, fired
 from .synchronise_pairs import sizes_before
 
@@ -68,6 +69,8 @@ def _dims(node: Node, name: str, rank: int) -> list[int] | None:
 def _mixed(node: Node) -> str | None:
     """What ``node`` does along the rows of the batch; None: nothing, or what may be a loss."""
     name, made = _name(node), spec_of(node)
+    if name is None and of_other_rows(node):
+        return name_of(node)
     spec = spec_of(node.args[0]) if name is not None and node.args else None
     if name is None or spec is None or not spec.shape:
         return "sum" if _sums_products(node, made) else None
@@ -77,6 +80,15 @@ def _mixed(node: Node) -> str | None:
     if name in _LOSSES and made is not None and not made.shape:
         return None
     return name if len(_rows(spec)) == 1 else f"{name}, perhaps,"  # which are the rows?
+
+
+def _of_places(node: Node) -> bool:
+    """Whether ``node`` depends on the places or the number of rows, which is a rank's own."""
+    if is_call(node, torch.arange, torch.eye) and batch_dims(node):
+        # as an index, or told among those of all
+        known = operator.getitem, own_positions, all_positions, own_block
+        return not all(is_call(user, *known) for user in node.users)
+    return computes_with_rows(node) and not is_mean(node)
 
 
 def _rows(spec: Spec) -> set[int]:
@@ -105,7 +117,7 @@ class SynchroniseMeans:
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the means of ``graph``, or tell of what is in their way; returns how many."""
         mixed = {node: what for node in graph.nodes if (what := _mixed(node)) is not None}
-        if any(what != "mean" for what in mixed.values()):
+        if any(what != "mean" for what in mixed.values()) or any(map(_of_places, graph.nodes)):
             for node, what in mixed.items():
                 why = f"a {what} over the rows of the batch: on several ranks, of each rank's own"
                 tries = ("a loss for each row, and their mean",)

@@ -13,7 +13,7 @@ Where the rows are reduced and where the columns, as in a symmetric loss, it is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.rewriter import alias
+from recast.rewriter.alias import Roots
 from recast.rewriter.ir import KEY, Graph, Node, Spec, annotate, is_call, is_method, merge, note
 from recast.rewriter.order import declare_random, droppable, writes
 from recast.rewriter.report.journal import Missed
@@ -37,7 +39,16 @@ from recast.runtime.ranks.batch_of_all import (
     widened,
 )
 
+from .batch_dimension import inputs_read
 from .leaf import Einsum, argument, einsum_of, module_of, reduction_of, spec_of
+from .own_rows import (
+    batch_dims,
+    computes_with_rows,
+    counts_places,
+    counts_rows,
+    why_not_mean,
+    why_not_own,
+)
 from .synchronise import fired
 
 if TYPE_CHECKING:
@@ -71,6 +82,10 @@ _CONSTANTS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 _SOFTMAX = (torch.softmax, torch.log_softmax, F.softmax, F.log_softmax)
 _PRODUCTS = (torch.matmul, torch.mm, operator.matmul)
+_PAIRING = (
+    *_PRODUCTS, torch.einsum, _CONTRACTION, torch.cdist, F.linear, _LINEAR_CROSS_ENTROPY,
+    F.cosine_similarity,
+)  # fmt: skip
 _REDUCTIONS = (
     "sum", "mean", "logsumexp", "amax", "amin", "max", "min", "any", "all", "prod", "var", "std",
     "argmax", "argmin",
@@ -79,8 +94,6 @@ _LOSSES = (
     F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.mse_loss, F.l1_loss,
     F.smooth_l1_loss, F.huber_loss,
 )  # fmt: skip
-# of vectors that count rows, what still does
-_COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
 
 for _collective in (sizes_of_all, batch_of_all, mean_of_all):
     declare_random(_collective)  # it keeps its place
@@ -88,12 +101,6 @@ for _collective in (sizes_of_all, batch_of_all, mean_of_all):
 
 class _Unlike(Exception):
     """Why something is computed from each rank's own rows."""
-
-
-def _batch_dims(node: Any) -> list[int]:
-    """The dimensions of the batch; where it is a multiple of it, there are none that we know."""
-    spec = spec_of(node)
-    return [] if spec is None else [d for d, size in enumerate(spec.shape) if size == "B"]
 
 
 def _is_pairs(node: Any) -> bool:
@@ -109,6 +116,8 @@ class _Paired:
     rule: str
     sizes: Node
     known: dict[tuple[Node, int, str], Node]
+    done: Mapping[Node, Node]  # other nodes that read pairs, and what stands for them
+    left: Mapping[Node, str]  # those that keep to this rank's rows, and why
     made: list[Node] = field(default_factory=list)
 
     # ------------------------------------------------------------ nodes
@@ -141,13 +150,13 @@ class _Paired:
         """``x`` of all ranks, whose dimension ``dim`` counts rows."""
         key = x, dim, "whole"
         if key not in self.known:
-            if _counts(x):
+            if counts_places(x):
                 self.known[key] = self._positions(x, all_positions)
             elif is_call(x, torch.transpose) and len(x.args) == 3 and len(_shape(x)) == 2:
                 source = self.whole(x.args[0], 1 - dim)  # type: ignore[arg-type]
                 self.known[key] = self.again(x, {x.args[0]: source}, dim)  # type: ignore[dict-item]
             else:
-                _check_rows(x)
+                self.check(x)
                 made = self.call(x, batch_of_all, x, self.sizes, dim)
                 annotate(made, spec=self._wide(x, dim))
                 self.known[key] = made
@@ -155,13 +164,19 @@ class _Paired:
 
     def own(self, x: Node) -> Node:
         """``x``, of this rank's rows: with their places among all, if that is what it is."""
-        if not _counts(x):
-            _check_rows(x)
+        if not counts_places(x):
+            self.check(x)
             return x
         key = x, 0, "own"
         if key not in self.known:
             self.known[key] = self._positions(x, own_positions)
         return self.known[key]
+
+    def check(self, x: Node) -> None:
+        """Raise _Unlike if ``x`` is not what it would be in one process."""
+        why = why_not_own(x, self.done, self.left)
+        if why is not None:
+            raise _Unlike(why)
 
     def _wide(self, x: Node, dim: int) -> Spec:
         spec = spec_of(x)
@@ -177,7 +192,7 @@ class _Paired:
             source: Any = x.args[0]
             made = self.again(x, {source: self._positions(source, positions)})
         if positions is all_positions:
-            annotate(made, spec=self._wide(x, _batch_dims(x)[0]))
+            annotate(made, spec=self._wide(x, batch_dims(x)[0]))
         return made
 
     # ------------------------------------------------------------ pairs
@@ -188,7 +203,7 @@ class _Paired:
         """
         key = x, own, "pairs"
         if key not in self.known:
-            dims = _batch_dims(x)
+            dims = batch_dims(x)
             if len(dims) != 2 or sum(isinstance(size, str) for size in _shape(x)) > 2:
                 raise _Unlike("its rows are not those of the batch")
             self.known[key] = self._pairs(x, own, next(d for d in dims if d != own))
@@ -196,11 +211,15 @@ class _Paired:
 
     def _pairs(self, x: Node, own: int, many: int) -> Node:
         made_up = _CONSTANTS.get(x.target) if x.op == "call_function" else None
+        if computes_with_rows(x) or (is_call(x, torch.full) and counts_rows(x.args[1])):
+            raise _Unlike("a value that depends on the number of rows")
         if made_up is not None:
             made = self.call(x, made_up, x, self.sizes, own)
             annotate(made, spec=self._wide(x, many))
             return made
-        if is_method(x, "fill_diagonal_") and len(x.args) == 2 and not x.kwargs:
+        if is_method(x, "fill_diagonal_"):
+            if len(x.args) != 2:  # the value is given by name
+                raise _Unlike("fill_diagonal_ of pairs")
             source = self.pairs(x.args[0], own)  # type: ignore[arg-type]
             made = self.call(x, diagonal_filled, source, self.sizes, own, x.args[1])
             annotate(made, spec=self._wide(x, many))
@@ -223,14 +242,14 @@ class _Paired:
 
     def part(self, x: Node, place: Mapping[int, int], own: int, many: int) -> Node:
         """The operand ``x``, whose dimension d is ``place[d]`` in the result."""
-        at = {place.get(d): d for d in _batch_dims(x)}
+        at = {place.get(d): d for d in batch_dims(x)}
         if None in at:
             raise _Unlike("a sum over the batch")
         if own in at and many in at:
             return self.pairs(x, at[own])
         if many in at:
             return self.whole(x, at[many])
-        return self.own(x) if own in at else x
+        return self.own(x)
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
@@ -311,39 +330,6 @@ def _aligned(x: Node, rank: int) -> dict[int, int]:
     return {d: d + rank - own for d in range(own)}
 
 
-def _counts(x: Any) -> bool:
-    """Whether ``x`` counts the rows of the batch: ``arange(B)``, cast or with more dimensions."""
-    while isinstance(x, Node) and len(_batch_dims(x)) == 1:
-        if is_call(x, torch.arange):
-            return len(x.args) == 1 or bool(len(x.args) == 2 and x.args[0] == 0)
-        if not (is_method(x, *_COUNTING) or is_call(x, torch.unsqueeze, operator.getitem)):
-            return False
-        if is_call(x, operator.getitem) and not _only_adds_dimensions(x.args[1]):
-            return False
-        x = x.args[0]
-    return False
-
-
-def _only_adds_dimensions(key: Any) -> bool:
-    keys = key if isinstance(key, tuple) else (key,)
-    return all(one is None or one == slice(None) for one in keys)
-
-
-def _check_rows(x: Node) -> None:
-    """Raise _Unlike if the rows of ``x`` depend on where they are in the batch."""
-    seen, left = set[Node](), [x]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_call(node, torch.arange, torch.eye) and _batch_dims(node):
-            raise _Unlike("a value that depends on the places of rows in the batch")
-        # What each sample finds by its place, as rows[arange(B), last], is its own.
-        found = is_call(node, operator.getitem)
-        left += [n for n in node.all_input_nodes if not (found and _counts(n))]
-
-
 # ---------------------------------------------------------------- what reads pairs
 
 
@@ -363,10 +349,11 @@ def _loss(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
     if is_call(node, _LINEAR_CROSS_ENTROPY):
         x, weight, bias, target = node.args[:4]
         given = {weight: paired.whole(weight, 0)}  # type: ignore[arg-type]
-        if isinstance(bias, Node) and _batch_dims(bias):
+        if isinstance(bias, Node) and batch_dims(bias):
             given[bias] = paired.whole(bias, 0)
-        if _batch_dims(x) != [0] or x is weight:
+        if batch_dims(x) != [0] or x is weight:
             return None
+        paired.check(x)  # type: ignore[arg-type]
     elif plain or is_call(node, _CROSS_ENTROPY):
         weights = module.weight if isinstance(module, nn.CrossEntropyLoss) else None
         if plain and (argument(node, 2, "weight") is not None or weights is not None):
@@ -379,7 +366,7 @@ def _loss(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
         return None
     if _is_pairs(target):
         given[target] = paired.pairs(target, 0)  # type: ignore[arg-type]
-    elif _counts(target):
+    elif counts_places(target):
         given[target] = paired.own(target)  # type: ignore[arg-type]
     else:
         raise _Unlike("classes that are not arange(B)")
@@ -398,7 +385,7 @@ def _of_all(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
         raise _Unlike("pairs that are weighed")
     tensors = [n for n in node.all_input_nodes if spec_of(n) is not None]
     rank = max(len(_shape(n)) for n in tensors)
-    dims = next(_batch_dims(n) for n in tensors if _is_pairs(n))
+    dims = next(batch_dims(n) for n in tensors if _is_pairs(n))
     if len(dims) != 2:
         raise _Unlike("its rows are not those of the batch")
     given = {n: paired.part(n, _aligned(n, rank), *dims) for n in tensors}
@@ -412,12 +399,12 @@ def _diagonal(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
         return None
     if is_call(node, operator.getitem):  # source[arange(B), arange(B)]
         key = node.args[1]
-        if not (isinstance(key, tuple) and len(key) == 2 and all(map(_counts, key))):
+        if not (isinstance(key, tuple) and len(key) == 2 and all(map(counts_places, key))):
             return None
         return paired.call(node, own_diagonal, paired.pairs(source, 0), paired.sizes)
     if is_call(node, torch.gather) or is_method(node, "gather"):
         dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
-        if dim not in (1, -1) or not _counts(index) or _batch_dims(index) != [0]:
+        if dim not in (1, -1) or not counts_places(index) or batch_dims(index) != [0]:
             return None
         return paired.again(node, {source: paired.pairs(source, 0), index: paired.own(index)})
     known = is_call(node, torch.diag, torch.diagonal) or is_method(node, "diag", "diagonal")
@@ -429,9 +416,9 @@ def _diagonal(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
 def _over_others(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
     """A reduction over all rows that each one is paired with."""
     read = reduction_of(node, *_REDUCTIONS)
-    if read is None or not isinstance(read.source, Node) or len(_batch_dims(read.source)) != 2:
+    if read is None or not isinstance(read.source, Node) or len(batch_dims(read.source)) != 2:
         return None
-    dims = _batch_dims(read.source)
+    dims = batch_dims(read.source)
     dim = _dim(read.dim, len(_shape(read.source)))
     if dim not in dims:
         return None
@@ -446,7 +433,7 @@ def _over_others(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
             others = [n for n in user.all_input_nodes if n is not node]
             equal = is_call(user, operator.eq, operator.ne, torch.eq, torch.ne)
             equal = equal or is_method(user, "eq", "ne")
-            if not equal or len(others) != 1 or not _counts(others[0]):
+            if not equal or len(others) != 1 or not counts_places(others[0]):
                 raise _Unlike("the places of the greatest pairs")
     return made
 
@@ -457,7 +444,7 @@ def _weighted_rows(node: Node, paired: _Paired, root: nn.Module) -> Node | None:
     if not product or len(node.args) != 2:
         return None
     weights, rows = node.args
-    if not _is_pairs(weights) or len(_shape(weights)) != 2 or _batch_dims(rows) != [0]:
+    if not _is_pairs(weights) or len(_shape(weights)) != 2 or batch_dims(rows) != [0]:
         return None
     given = {weights: paired.pairs(weights, 0), rows: paired.whole(rows, 0)}  # type: ignore[arg-type]
     return paired.again(node, given)  # type: ignore[arg-type]
@@ -474,48 +461,125 @@ def _consumers(graph: Graph) -> list[Node]:
         if not _is_pairs(node)
         and (
             any(map(_is_pairs, node.all_input_nodes))
-            or (is_call(node, _LINEAR_CROSS_ENTROPY) and _batch_dims(node.args[1])[:1] == [0])
+            or (is_call(node, _LINEAR_CROSS_ENTROPY) and batch_dims(node.args[1])[:1] == [0])
         )
     ]
 
 
-def _written(graph: Graph, root: nn.Module) -> Node | None:
-    """A write to pairs that others may see: by another name, or as a view."""
+def _of_parts(graph: Graph) -> list[Node]:
+    """What pairs a part of the rows, or others beside them, or returns no pairs, as ``pdist``."""
+    parts, found = set[Node](), list[Node]()
     for node in graph.nodes:
-        if not writes(node, root) or not any(map(_is_pairs, node.all_input_nodes)):
+        read, sizes = node.all_input_nodes, _sizes(node)
+        of_rows = any(map(batch_dims, read)) and not any("n" in _sizes(n) for n in read)
+        if "n" in sizes and (of_rows or parts & {*read}):
+            parts.add(node)
+        product = is_call(node, *_PAIRING) or is_method(node, "matmul", "mm")
+        sides = [n for n in read if any(isinstance(size, str) for size in _sizes(n))]
+        if product and len(sides) > 1 and parts & {*sides}:
+            wide = sum(isinstance(size, str) for size in sizes) > 1
+            if wide or (is_call(node, _LINEAR_CROSS_ENTROPY) and node.args[1] in parts):
+                found.append(node)
+        elif is_call(node, torch.pdist, F.pdist) and batch_dims(node.args[0]) == [0]:
+            found.append(node)
+        elif is_call(node, F.scaled_dot_product_attention):
+            query = argument(node, 0, "query")
+            if len(_shape(query)) - 2 in batch_dims(query):
+                found.append(node)
+    return found
+
+
+def _sizes(node: Node) -> tuple[Any, ...]:
+    """The sizes of what ``node`` returns, of all tensors if it is several."""
+    spec = note(node).spec
+    specs = spec if isinstance(spec, tuple) else (spec,)
+    return tuple(size for one in specs if isinstance(one, Spec) for size in one.shape)
+
+
+def _written(graph: Graph, root: nn.Module) -> Node | None:
+    """A write that the pairs, made anew at the place of what reads them, would see in another
+    order: to what they are made of, or to pairs that others see, by another name or as a view.
+    """
+    writing = [n for n in graph.nodes if writes(n, root)]
+    if not writing or not any(map(_is_pairs, graph.nodes)):
+        return None
+    known = alias.roots(graph, root)
+    above = _above(graph, set(filter(_is_pairs, graph.nodes)))
+    for node in writing:
+        touched = alias.touched(node, root, known)
+        if not any(map(_is_pairs, node.all_input_nodes)):
+            if _read_before(node, touched, known, above):
+                return node
             continue
         source = node.args[0] if node.args else None
-        known = is_method(node, "fill_diagonal_", *_OUT_OF_PLACE) and _is_pairs(source)
-        if not known or not isinstance(source, Node) or _turned(source) is not None:
+        in_place = is_method(node, "fill_diagonal_", *_OUT_OF_PLACE) and _is_pairs(source)
+        if not in_place or not isinstance(source, Node) or _turned(source) is not None:
             return node
         if any(user is not node and not _asks(user) for user in source.users):
             return node
+        if _seen_after(node, touched, known, above):
+            return node
     return None
+
+
+def _above(graph: Graph, chosen: set[Node]) -> dict[Node, set[Node]]:
+    """For each node those of ``chosen`` that it is computed of."""
+    found: dict[Node, set[Node]] = {}
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        found[node] = (chosen & {*read}).union(*(found[n] for n in read))
+    return found
+
+
+def _read_before(
+    node: Node, touched: Roots, known: Mapping[Node, Roots], above: Mapping[Node, set[Node]]
+) -> bool:
+    """Whether ``node`` writes to what pairs were made of before it, that are read after it."""
+    order = list(node.graph.nodes)
+    at = order.index(node)
+    made = {n for n in order[:at] if _is_pairs(n) and _touches(n, touched, known)}
+    return any(made & above[n] for n in order[at + 1 :] if not _is_pairs(n))
+
+
+def _touches(node: Node, touched: Roots, known: Mapping[Node, Roots]) -> bool:
+    return any(touched & known[n] for n in node.all_input_nodes if spec_of(n) is not None)
+
+
+def _seen_after(
+    node: Node, touched: Roots, known: Mapping[Node, Roots], above: Mapping[Node, set[Node]]
+) -> bool:
+    """Whether pairs, or a part of them, that ``node`` writes to are read later by another name."""
+    order = list(node.graph.nodes)
+    below = {node}
+    for after in order[order.index(node) + 1 :]:
+        if below & {*after.all_input_nodes}:
+            below.add(after)
+        for one in after.all_input_nodes:
+            of_pairs = _is_pairs(one) or bool(above[one])
+            if one not in below and of_pairs and not _asks(after) and touched & known[one]:
+                return True
+    return False
+
+
+def _asks(node: Node) -> bool:
+    """Whether ``node`` only asks for a size, a dtype or a device."""
+    return is_call(node, getattr) or is_method(node, "size", "dim", "numel")
 
 
 def sizes_before(node: Node, rule: str) -> Node:
     """The node that returns the number of rows of each rank; a new one, if none is before it."""
     before = takewhile(lambda n: n is not node, node.graph.nodes)
-    known = [n for n in before if is_call(n, sizes_of_all) or _is_batch(n)]
-    if known and is_call(known[-1], sizes_of_all):
-        return known[-1]
-    source = next((n for n in known if _is_batch(n)), None)
-    source = source or next(n for n in node.all_input_nodes if _batch_dims(n))
+    known = next((n for n in before if is_call(n, sizes_of_all)), None)
+    if known is not None:
+        return known
+    inputs = (n for n in inputs_read(node.graph) if len(batch_dims(n)) == 1)
+    source = next(inputs, None) or next(n for n in node.all_input_nodes if batch_dims(n))
     with node.graph.inserting_before(node):
-        args = source, _batch_dims(source)[0]
+        args = source, batch_dims(source)[0]
         made = node.graph.create_node("call_function", sizes_of_all, args, {}, "sizes_of_all")
     made.meta[KEY] = merge([node], rule)
     annotate(made, spec=Spec(torch.int64, ("n",)))
     return made
-
-
-def _is_batch(node: Node) -> bool:
-    return node.op == "placeholder" and len(_batch_dims(node)) == 1
-
-
-def _asks(node: Node) -> bool:
-    """Whether ``node`` only asks for a size, a dtype or a device."""
-    return is_call(node, getattr) or is_method(node, "size", "dim")
 
 
 @dataclass(frozen=True)
@@ -531,45 +595,42 @@ class SynchronisePairs:
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite what reads pairs in ``graph``; returns how much."""
-        known: dict[tuple[Node, int, str], Node] = {}
-        sizes: Node | None = None
-        count = 0
+        for node in _of_parts(graph):
+            self._miss(node, f"{_name(node)} pairs rows in a way that is not known", context)
         written = _written(graph, context.root)
         if written is not None:
             self._miss(written, f"{_name(written)} writes to pairs", context)
             return 0
+        known: dict[tuple[Node, int, str], Node] = {}
+        done: dict[Node, Node] = {}
+        left: dict[Node, str] = {}
+        made: list[Node] = []
         for node in [n for n in _consumers(graph) if not _asks(n)]:
-            if context.fuel_left() == 0:
+            if len(done) == context.fuel_left():
                 break
-            if sizes is None:
-                sizes = sizes_before(node, self.name)
-            paired = _Paired(node, self.name, sizes, known)
-            before = dict(known)
+            sizes = made[0] if made else sizes_before(node, self.name)
+            made = made or [sizes]
+            paired, before = _Paired(node, self.name, sizes, known, done, left), dict(known)
             try:
-                made = _consumed(node, paired, context.root)
-            except _Unlike as why:
+                done[node] = _read(node, paired, context.root)
+                made += paired.made
+            except _Unlike as unlike:
                 known.clear()
                 known.update(before)
                 for one in reversed(paired.made):
                     graph.erase_node(one)
-                self._miss(node, str(why), context)
-                continue
+                left[node] = str(unlike)
+        _keep_apart(done, left)
+        for node, why in left.items():
+            self._miss(node, why, context)
+        for node, instead in done.items():
             for user in list(node.users):
-                self._compare_places(node, _Paired(user, self.name, sizes, known))
-            node.replace_all_uses_with(made)
+                _compare_places(node, _Paired(user, self.name, made[0], {}, done, left))
+            node.replace_all_uses_with(instead)
             graph.erase_node(node)
-            fired(made, "pairs of rows of the global batch", self.name, context)
-            count += 1
-        if sizes is not None:
-            _drop(graph, context.root, sizes)
-        return count
-
-    def _compare_places(self, node: Node, paired: _Paired) -> None:
-        """``argmax == arange(B)``, where ``argmax`` tells places among all rows."""
-        user = paired.node
-        for one in user.all_input_nodes:
-            if reduction_of(node, "argmax", "argmin") is not None and _counts(one):
-                user.replace_input_with(one, paired.own(one))
+            fired(instead, "pairs of rows of the global batch", self.name, context)
+        _drop(graph, context.root, made)
+        return len(done)
 
     def _miss(self, node: Node, why: str, context: Context) -> None:
         where = note(node).where
@@ -581,8 +642,41 @@ class SynchronisePairs:
         context.journal.miss(Missed(self.name, node.name, told, where, tries))
 
 
-def _drop(graph: Graph, root: nn.Module, sizes: Node) -> None:
-    """Erase what nothing reads any longer."""
+def _read(node: Node, paired: _Paired, root: nn.Module) -> Node:
+    """What stands for ``node``, where the mean over ranks of what follows is that of one process.
+    Raises _Unlike.
+    """
+    made = _consumed(node, paired, root)
+    why = why_not_mean(node)
+    if why is not None:
+        raise _Unlike(why)
+    return made
+
+
+def _keep_apart(done: dict[Node, Node], left: dict[Node, str]) -> None:
+    """Leave what is computed of something that is left, or is a part of it, as it is: it would be
+    of all rows beside those of one rank.
+    """
+    above = _above(next(iter(done)).graph, {*done, *left}) if done else {}
+    waiting = [node for node in left if node.op != "output" and done]
+    while waiting:
+        node = waiting.pop()
+        for other in [n for n in done if n in above[node] or node in above[n]]:
+            del done[other]
+            left[other] = f"it is computed with {_name(node)} of pairs of one rank"
+            waiting.append(other)
+
+
+def _compare_places(node: Node, paired: _Paired) -> None:
+    """``argmax == arange(B)``, where ``argmax`` tells places among all rows."""
+    user = paired.node
+    for one in user.all_input_nodes:
+        if reduction_of(node, "argmax", "argmin") is not None and counts_places(one):
+            user.replace_input_with(one, paired.own(one))
+
+
+def _drop(graph: Graph, root: nn.Module, made: Collection[Node]) -> None:
+    """Erase what nothing reads any longer; of what was ``made`` all of it."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node is sizes or droppable(node, root)):
+        if not node.users and (node in made or droppable(node, root)):
             graph.erase_node(node)

@@ -62,8 +62,9 @@ _SAME_GRAPH = (
     "an example of the same sizes but for the batch on every rank, or example=[a, b], two batches"
     " that differ in every size that varies"
 )
-_DRAWS = (
-    "random numbers that a part without a graph draws are for this rank's own batch, and with one"
+_OWN = (
+    "in a part without a graph, what pairs rows of the batch, as an in-batch softmax, has those of"
+    " this rank alone; random numbers that it draws are for this rank's own batch, and with one"
     " seed the same on all ranks"
 )
 _SPARSE = (
@@ -176,7 +177,7 @@ def spread(
     compiled.plan = plan
     compiled.report.notes += [str(plan), *_kept_whole(plan, used), traffic]
     if compiled.report.captured != "whole":
-        compiled.report.notes.append(_DRAWS)
+        compiled.report.notes.append(_OWN)
     if any(u.lookups and u.sparse for u in used.values()) and not fused(optimizer):
         compiled.report.notes.append(_SPARSE)
     if present:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Callable
@@ -148,6 +149,39 @@ def test_a_model_with_noise_trains_on_ranks() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+class OfSecond(nn.Module):
+    """The first input reaches no output."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, unused: Tensor, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h + self.draw(h)
+
+
+def test_an_input_that_is_not_used_counts_no_rows() -> None:
+    example = torch.ones(8, 2), torch.ones(8, 4)
+    fast = recast.optimize(OfSecond(torch.randn_like), example=example, passes=PASSES)
+    (counted,) = [line for line in str(fast).splitlines() if "global_rows(" in line]
+    assert "global_rows(x," in counted
+
+
+def test_as_many_samples_of_one_row_as_the_batch_has_are_told() -> None:
+    def negatives(h: Tensor) -> Tensor:
+        return torch.multinomial(torch.ones(9), h.size(0), replacement=True)[:, None]
+
+    example = torch.ones(8, 2), torch.ones(8, 4)
+    fast = recast.optimize(OfSecond(negatives), example=example, passes=PASSES)
+    assert any("draw numbers of their own" in m.why for m in fast.report.journal.missed)
+    copies = [copy.deepcopy(fast) for _ in range(2)]
+    parts = [(torch.ones(n, 2), torch.ones(n, 4)) for n in (3, 5)]
+    found = run(2, lambda r: copies[r](*parts[r]))
+    assert [out.shape for out in found] == [(3, 4), (5, 4)]
+
+
 def test_an_unknown_order_of_rows_is_told() -> None:
     class Rows(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -291,4 +325,6 @@ def test_what_is_not_captured_is_told_to_draw_for_itself() -> None:
     def rank(r: int) -> str:
         return recast.optimize(Opening(), example=torch.ones(4, 6), world_size=2).report.text()
 
-    assert all("the same on all ranks" in told for told in run(2, rank))
+    for told in map(str.split, run(2, rank)):
+        assert "the same on all ranks" in (text := " ".join(told))
+        assert "what pairs rows of the batch" in text

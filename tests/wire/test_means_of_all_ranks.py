@@ -82,8 +82,16 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "order": (lambda u, v, ids: u.sum(1).sort()[0] + v.topk(1, dim=0)[0].sum(), {"sort", "topk"}),
     "softmax": (lambda u, v, ids: u.sum(1).softmax(0) + v.mean(0).sum(), {"softmax", "mean"}),
     "covariance": (lambda u, v, ids: u.sum(1) + (u.t() @ v).square().sum(), {"sum"}),
+    "number": (lambda u, v, ids: u.sum(1) + (v.mean(0) * v.size(0)).sum(), {"mean"}),
+    "places": (
+        lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(), {"mean"}
+    ),
+    "normalised": (
+        lambda u, v, ids: torch.nn.functional.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
+        {"normalize", "mean"},
+    ),
     "greatest": (lambda u, v, ids: u.sum(1) - u.max(), {"max"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", LEFT)

@@ -76,6 +76,24 @@ def last_of_sequences(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(u @ v.t(), arange(u), reduction="none")
 
 
+def greatest_first(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """What compares places is after what reads them."""
+    logits, own = u @ v.T, arange(u)
+    found = logits.argmax(1)
+    loss = F.cross_entropy(logits, own, reduction="none")
+    return loss + (found == own).float()
+
+
+def supervised(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Several positives: pairs beside a sum over all of them."""
+    others = 1 - torch.eye(u.size(0))
+    alike = (ids[:, None] == ids[None]).float() * others
+    logits = u @ v.T
+    logits = logits - logits.max(1, keepdim=True)[0].detach()
+    rows = logits - (logits.exp() * others).sum(1, keepdim=True).log()
+    return (alike * rows).sum(1) / alike.sum(1).clamp(min=1)
+
+
 ROWS: dict[str, Form] = {
     "cross entropy": lambda u, v, ids: F.cross_entropy(u @ v.T, arange(u), reduction="none"),
     "a module": lambda u, v, ids: nn.CrossEntropyLoss(reduction="none")(u @ v.T, arange(u)),
@@ -107,6 +125,10 @@ ROWS: dict[str, Form] = {
     "attention": lambda u, v, ids: (torch.softmax(u @ v.T, -1) @ v).sum(1),
     "over the other rows": lambda u, v, ids: (u @ v.T).logsumexp(0),
     "greatest": lambda u, v, ids: (u @ v.T).max(1)[0] + (u @ v.T).amax(1),
+    "greatest first": greatest_first,
+    "several positives": supervised,
+    "of length 1": lambda u, v, ids: (F.normalize(u) @ F.normalize(v, dim=-1).T).logsumexp(1),
+    "of one input": lambda u, v, ids: (v @ v.T).logsumexp(1),
     "of itself": lambda u, v, ids: ((u @ u.T) * (1 - torch.eye(u.size(0)))).logsumexp(1),
     "with ones": lambda u, v, ids: (u @ v.T + torch.ones(u.size(0), u.size(0))).logsumexp(1),
     "many vectors": lambda u, v, ids: torch.einsum(
@@ -122,6 +144,11 @@ SCALARS: dict[str, Form] = {
     "binary": lambda u, v, ids: F.binary_cross_entropy_with_logits(u @ v.T, torch.eye(u.size(0))),
     "mean of all": lambda u, v, ids: F.softplus(u @ v.T).mean(),
     "squares": lambda u, v, ids: F.mse_loss(u @ v.T, (ids[:, None] == ids[None]).float()),
+    "a sum and its number": lambda u, v, ids: (
+        F.cross_entropy(u @ v.T, arange(u), reduction="sum") / u.size(0)
+        + (u @ v.T).logsumexp(1).sum() / u.shape[0]
+    ),
+    "weighed": lambda u, v, ids: 0.5 * F.softplus(u @ v.T).mean() - (u @ v.T).sigmoid().mean() / 3,
     "accuracy": lambda u, v, ids: (
         F.cross_entropy(u @ v.T, arange(u))
         + ((u @ v.T).argmax(1) == arange(u)).float().mean()
@@ -225,6 +252,69 @@ LEFT: dict[str, tuple[Form, str]] = {
         lambda u, v, ids: ((u @ v.T) + (arange(u) // 2)[None, :]).logsumexp(1),
         "a value that depends on the places of rows in the batch",
     ),
+    "places by a cumsum": (
+        lambda u, v, ids: (u @ v.T + torch.ones_like(ids).cumsum(0)[None]).logsumexp(1),
+        "a value over the batch",
+    ),
+    "turned rows": (
+        lambda u, v, ids: F.cross_entropy(u @ v.flip(0).T, arange(u)), "a value over the batch"
+    ),
+    "less their mean": (
+        lambda u, v, ids: ((u - u.mean(0)) @ v.T).logsumexp(1), "a value over the batch"
+    ),
+    "columns of length 1": (
+        lambda u, v, ids: (F.normalize(u, dim=0) @ v.T).logsumexp(1), "a value over the batch"
+    ),
+    "rows by index": (
+        lambda u, v, ids: (u @ v[ids.argsort()].T).logsumexp(1), "a value over the batch"
+    ),
+    "counted items": (
+        lambda u, v, ids: (u @ v.T - torch.bincount(ids, minlength=5)[ids][None]).logsumexp(1),
+        "a value over the batch",
+    ),
+    "the number of others": (
+        lambda u, v, ids: (u @ v.T).exp().sum(1) / (u.size(0) - 1),
+        "a value that depends on the number of rows",
+    ),
+    "the number of pairs": (
+        lambda u, v, ids: (u @ v.T).exp().sum() / u.size(0) ** 2,
+        "a value that depends on the number of rows",
+    ),
+    "the size of pairs": (
+        lambda u, v, ids: (lambda pairs: pairs.exp().sum() / pairs.numel())(u @ v.T),
+        "a value that depends on the number of rows",
+    ),
+    "pairs by their number": (
+        lambda u, v, ids: (u @ v.T / u.size(0)).logsumexp(1),
+        "a value that depends on the number of rows",
+    ),
+    "the log of a mean": (
+        lambda u, v, ids: torch.cdist(u, v).neg().exp().mean().log(),
+        "log of a mean over the batch",
+    ),
+    "a value by name": (
+        lambda u, v, ids: (u @ v.T).fill_diagonal_(fill_value=0.0).sum(1),
+        "fill_diagonal_ of pairs",
+    ),
+    "others beside them": (
+        lambda u, v, ids: (u @ torch.cat([v, torch.ones(3, 6)]).T).logsumexp(1),
+        "matmul pairs rows in a way that is not known",
+    ),
+    "halves": (
+        lambda u, v, ids: (u[::2] @ u[1::2].T).exp().sum(),
+        "matmul pairs rows in a way that is not known",
+    ),
+    "chunks": (
+        lambda u, v, ids: F.cross_entropy(*(lambda a, b: (a @ b.T, arange(a)))(*u.chunk(2))),
+        "linear_cross_entropy.default pairs rows in a way that is not known",
+    ),
+    "distances of all": (
+        lambda u, v, ids: torch.pdist(u).sum(), "pdist pairs rows in a way that is not known"
+    ),
+    "fused attention": (
+        lambda u, v, ids: F.scaled_dot_product_attention(u, v, v).sum(1),
+        "scaled_dot_product_attention pairs rows in a way that is not known",
+    ),
     "a triangle": (lambda u, v, ids: (u @ v.T).tril().sum(1), "tril of pairs"),
 }  # fmt: skip
 
@@ -242,14 +332,72 @@ def test_other_pairs_are_of_each_ranks_own_rows_and_told(form: str) -> None:
         torch.testing.assert_close(found, plain(*batch(4, r)).detach())
 
 
-def test_writes_that_others_see_are_left() -> None:
-    def seen(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-        pairs = u @ v.T
-        turned = pairs.t()
-        pairs.mul_(2.0)
-        return turned.logsumexp(1)
+class Biased(Towers):
+    def __init__(self, form: Form) -> None:
+        super().__init__(form)
+        self.bias = nn.Parameter(torch.arange(9.0))
 
-    fast = recast.optimize(Towers(seen), example=batch(8, 0), passes=PASSES)
+    def forward(self, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+        return (self.user(x) @ self.item(y).T + self.form(self.bias, x, ids)).logsumexp(1)
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (lambda bias, x, ids: bias[: x.size(0)], "a value over the batch"),
+        (lambda bias, x, ids: bias[arange(x)], "a value that depends on the places of rows"),
+    ],
+)
+def test_a_parameter_of_places_in_the_batch_is_left(form: Form, why: str) -> None:
+    fast = recast.optimize(Biased(form), example=batch(8, 0), passes=PASSES)
+    (missed,) = [m for m in fast.report.journal.missed if m.rule == "synchronise-pairs"]
+    assert missed.why.startswith(why)
+
+
+def test_what_is_computed_together_is_left_together() -> None:
+    """A sum over all rows beside pairs of one rank would be neither."""
+
+    def form(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        logits = u @ v.T
+        rows = logits - logits.exp().sum(1, keepdim=True).log()
+        return (rows.tril().sum(1)) + v.sum(1)
+
+    fast = recast.optimize(Towers(form), example=batch(8, 0), passes=PASSES)
+    whys = [m.why for m in fast.report.journal.missed if m.rule == "synchronise-pairs"]
+    assert [why.partition(":")[0] for why in whys] == [
+        "tril of pairs", "it is computed with sum of pairs of one rank",
+    ]  # fmt: skip
+    assert not [e for e in fast.report.journal.fired if e.rule == "synchronise-pairs"]
+    plain, copies = Towers(form), [copy.deepcopy(fast) for _ in range(2)]
+    for r, found in enumerate(run(2, lambda r: copies[r](*batch(4, r)).detach())):
+        torch.testing.assert_close(found, plain(*batch(4, r)).detach())
+
+
+def by_another_name(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    pairs = u @ v.T
+    turned = pairs.t()
+    pairs.mul_(2.0)
+    return turned.logsumexp(1)
+
+
+def by_a_cast(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """``float()`` of float32 is the same memory."""
+    pairs = u @ v.T
+    pairs.float().mul_(2.0)
+    return pairs.logsumexp(1)
+
+
+def made_of(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The mask was made before the write."""
+    ids = ids.clone()
+    hits = ids[:, None] == ids[None]
+    ids.mul_(0)
+    return (u @ v.T).masked_fill(hits, -9.0).logsumexp(1)
+
+
+@pytest.mark.parametrize("form", [by_another_name, by_a_cast, made_of])
+def test_writes_that_others_see_are_left(form: Form) -> None:
+    fast = recast.optimize(Towers(form), example=batch(8, 0), passes=PASSES)
     (missed,) = [m for m in fast.report.journal.missed if m.rule == "synchronise-pairs"]
     assert missed.why.startswith("mul_ writes to pairs")
 
