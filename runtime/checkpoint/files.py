@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,8 @@ def prune(path: Path, keep: int) -> None:
         gone = place.parent / f".{place.name}.removed"
         os.rename(place, gone)
         shutil.rmtree(gone, ignore_errors=True)
+    for left in path.glob(".step-*.previous"):  # by a crash; there are complete steps now
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def find(path: Path) -> Path:
@@ -150,8 +153,7 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    steps = _steps(path)
-    for place in (path, *steps[-1:], _previous(path)):
+    for place in (path, *_last_first(path), _previous(path)):
         if (place / MANIFEST).exists():
             return place
     if not path.exists():
@@ -183,6 +185,16 @@ def _steps(path: Path) -> list[Path]:
     """The complete folders of steps, in order."""
     found = [(int(m[1]), p) for p in path.glob("step-*") if (m := _STEP.fullmatch(p.name))]
     return [p for _, p in sorted(found) if (p / MANIFEST).exists()]
+
+
+def _last_first(path: Path) -> Iterator[Path]:
+    """Where a step may be, from the last on: after each its previous save, which a crash may have
+    left without the new one.
+    """
+    found = {(int(m[1]), m[0]) for p in path.glob("*step-*") if (m := _STEP.search(p.name))}
+    for _, name in sorted(found, reverse=True):
+        yield path / name
+        yield _previous(path / name)
 
 
 def _previous(place: Path) -> Path:

@@ -82,6 +82,25 @@ def test_killed_at_every_moment(options: dict[str, Any], stride: int, tmp_path: 
     assert len(found) > 12 // stride and found == sorted(found) and {*found} == {1.0, 2.0}
 
 
+def test_killed_while_a_step_is_saved_again(tmp_path: Path) -> None:
+    """Between its two renames too, where only the old folder is there, under another name."""
+    fork = multiprocessing.get_context("fork")
+    found: set[float] = set()
+    for event in range(1, 100):
+        path = tmp_path / f"{event}" / "c"
+        recast.checkpoint.save(path, _filled(1.0), step=7, keep=1)
+        child = fork.Process(target=_die_at, args=(event, path, {"step": 7, "keep": 1}))
+        child.start()
+        child.join(60)
+        recast.checkpoint.load(path, made := _filled(0.0))
+        found.add(made.top.bias.item())
+        recast.checkpoint.save(path, _filled(3.0), step=8, keep=1)
+        assert [p.name for p in path.iterdir()] == ["step-0000000008"]
+        if child.exitcode == 17:
+            break
+    assert found == {1.0, 2.0}
+
+
 def test_an_error_while_saving_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
