@@ -17,6 +17,8 @@ from typing import Any
 from recast.errors import UsageError
 from recast.rewriter.report.wrap import wrapped
 
+from .native_stdout import native_stdout_to_stderr
+
 _RAISE = ("strict", "surrogateescape")  # the second is Python's choice where LC_ALL is C
 
 
@@ -88,7 +90,7 @@ def open_streams() -> Iterator[None]:
 @contextmanager
 def quiet_stdout() -> Iterator[None]:
     """Send what the user's code prints to stderr, so that stdout holds only the result."""
-    with redirect_stdout(sys.stderr):
+    with native_stdout_to_stderr(sys.stdout), redirect_stdout(sys.stderr):
         yield
 
 

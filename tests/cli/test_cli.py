@@ -314,6 +314,30 @@ def test_what_the_model_prints_is_no_result(run: Run) -> None:
     assert "the model says something" in err
 
 
+def test_what_is_written_past_python_is_no_result(tmp_path: Path) -> None:
+    """By a child process, by C's printf, which keeps it for later, and by ``sys.__stdout__``."""
+    (tmp_path / "loud.py").write_text(
+        "import ctypes, os, sys, torch\n"
+        "class Loud(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        os.system('echo a child')\n"
+        "        ctypes.CDLL(None).printf(b'native code\\n')\n"
+        "        sys.__stdout__.write('the first stdout\\n')\n"
+        "        return super().forward(x)\n"
+        "def model():\n"
+        "    return Loud(3, 2), torch.rand(4, 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "recast", "diff", "loud.py:model", "--json"],
+        capture_output=True, env=os.environ | {"PYTHONPATH": str(HERE.parent.parent)},
+        cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"]
+    for said in (b"a child", b"native code", b"the first stdout"):
+        assert said in done.stderr
+
+
 def boom(*_: Any, **__: Any) -> None:
     raise KeyError("a table that was forgotten")
 
