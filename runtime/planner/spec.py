@@ -44,6 +44,10 @@ def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
         raise UsageError(
             f"tables {path}: there are no tables in it", why="a plan places them", tries=(EXAMPLE,)
         )
+    for key in ("batch", "world_size"):
+        if key in rest and type(rest[key]) is not int:
+            what = f"{path}: {key}: {json.dumps(rest[key])}"
+            raise UsageError(what, why=f"it should be {_KINDS[int]}")
     loads = [_load(entry, f"{path}: tables[{k}]") for k, entry in enumerate(tables)]
     return loads, {key: value for key, value in rest.items() if key != "tables"}
 

@@ -133,6 +133,8 @@ def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
         ([{"name": "a", "rows": 3}], "no 'dim'"),
         ([{"name": "a", "rows": 3, "dim": 4, "colour": 1}], "unknown key 'colour'"),
         ([{"name": "a", "rows": "3", "dim": 4}], r"tables\[0\].rows"),
+        ({"tables": [{"name": "a", "rows": 3, "dim": 4}], "batch": 1.5}, "batch: 1.5"),
+        ({"tables": [{"name": "a", "rows": 3, "dim": 4}], "world_size": "2"}, 'world_size: "2"'),
         ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], "cannot have types"),
     ],
 )
