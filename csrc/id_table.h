@@ -170,17 +170,19 @@ class IdTable {
   IdTable(const IdTable& other);
 
  private:
-  // Rows in the order in which they are evicted.
+  // Rows in the order in which they are evicted. Of equals the smaller id goes first: a table that
+  // was loaded, whose ids have other rows, evicts what the one that was saved does.
   struct Rank {
     uint64_t score;
-    int64_t stamp;
+    int64_t id;
+    uint32_t stamp;  // counted from `zero_`
     uint32_t row;
     bool operator<(const Rank& other) const {
       if (score != other.score) return score < other.score;
-      return stamp != other.stamp ? stamp < other.stamp : row < other.row;
+      return stamp != other.stamp ? stamp < other.stamp : id < other.id;
     }
     bool operator==(const Rank& other) const {
-      return score == other.score && stamp == other.stamp && row == other.row;
+      return score == other.score && stamp == other.stamp && id == other.id;
     }
     bool operator>(const Rank& other) const { return other < *this; }
   };
@@ -228,7 +230,7 @@ class IdTable {
   void note(const int64_t* rows, int64_t n, const int64_t* scores);
   void note_low(const int64_t* rows, int64_t n);
 
-  Rank rank(uint32_t row) const { return {score(row), stamp(row), row}; }
+  Rank rank(uint32_t row) const { return {score(row), row_ids_[row], stamps_[row], row}; }
   uint32_t lowest();  // the row to evict next, or kPadding
   bool next(Rank& out);
   void scan();
@@ -257,7 +259,7 @@ class IdTable {
   std::vector<Rank> queue_;  // the lowest ranks when it was made, in descending order
   std::vector<Rank> late_;   // rows that fell below `bar_` since: a heap
   std::vector<Rank> held_;   // taken out of both, but looked up in this step
-  Rank bar_{0, 0, 0};
+  Rank bar_{};               // as it is here: there is none
   std::vector<Candidate> candidates_;
   int64_t n_candidates_ = 0;
   int64_t size_ = 0, step_ = 1, epoch_ = 0, looked_up_ = 0, swept_ = 1;

@@ -56,8 +56,9 @@ void IdTable::scan() {
     if (!is_free(row)) ranks.push_back(rank(static_cast<uint32_t>(row)));
   const size_t wanted = std::min(ranks.size(), std::max<size_t>(1024, ranks.size() / 8));
   queue_.clear(), late_.clear(), held_.clear();
-  bar_ = {std::numeric_limits<uint64_t>::max(), std::numeric_limits<int64_t>::max(), 0xffffffffu};
-  const auto is_pinned = [&](const Rank& r) { return r.stamp == step_; };
+  bar_ = {std::numeric_limits<uint64_t>::max(), std::numeric_limits<int64_t>::max(), 0xffffffffu,
+          kPadding};
+  const auto is_pinned = [&](const Rank& r) { return r.stamp == now(); };
   const auto pinned =
       std::partition(ranks.begin(), ranks.end(), [&](const Rank& r) { return !is_pinned(r); });
   const size_t open = static_cast<size_t>(pinned - ranks.begin());
@@ -75,7 +76,7 @@ void IdTable::scan() {
 void IdTable::age() {
   for (int64_t row = 1; row < n_rows_; ++row) scores_[row] >>= 1;
   queue_.clear(), late_.clear(), held_.clear();
-  bar_ = {0, 0, 0};
+  bar_ = {};
   looked_up_ = 0;
 }
 

@@ -83,7 +83,7 @@ void IdTable::load(const int64_t* ids, const int64_t* rows, const int64_t* score
   const int64_t most = n > 0 ? *std::max_element(rows, rows + n) : 0;
   free_.clear(), guest_ids_.clear(), fresh_.clear(), gone_.clear();
   queue_.clear(), late_.clear(), held_.clear();
-  bar_ = {0, 0, 0};
+  bar_ = {};
   used_ = 0, size_ = n, swept_ = 1;
   all_pinned_ = all_swept_ = -1;
   Reserved<Bucket>().swap(buckets_);

@@ -53,6 +53,8 @@ void IdTable::keep_range() {
     if (!is_free(row))
       stamps_[row] = static_cast<uint32_t>(std::clamp<int64_t>(stamp(row) - zero, 1, kMostSteps));
   zero_ = zero;
+  queue_.clear(), late_.clear(), held_.clear();
+  bar_ = {};
 }
 
 void IdTable::touch(const int64_t* rows, int64_t n, const int64_t* scores, int threads) {
@@ -100,9 +102,9 @@ void IdTable::note(const int64_t* rows, int64_t n, const int64_t* scores) {
 
 // Records rows whose new rank is below `bar_`, so that the queue lacks them.
 void IdTable::note_low(const int64_t* rows, int64_t n) {
-  if (bar_ == Rank{0, 0, 0}) return;
+  if (bar_ == Rank{}) return;
   for (int64_t i = 0; i < n; ++i) {
-    if (is_guest(rows[i])) continue;
+    if (is_guest(rows[i]) || score(rows[i]) > bar_.score) continue;
     const Rank now = rank(static_cast<uint32_t>(rows[i]));
     if (!(now < bar_)) continue;
     late_.push_back(now);
@@ -110,7 +112,7 @@ void IdTable::note_low(const int64_t* rows, int64_t n) {
   }
   if (static_cast<int64_t>(late_.size()) > size_ / 2 + (1 << 16)) {
     queue_.clear(), late_.clear(), held_.clear();
-    bar_ = {0, 0, 0};
+    bar_ = {};
   }
 }
 

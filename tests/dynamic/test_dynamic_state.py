@@ -64,6 +64,36 @@ def test_a_checkpoint(kind: Any) -> None:
     same_from_here((fast, opt), (again, opt_again), [stream.batch(9) for _ in range(12)])
 
 
+@pytest.mark.parametrize("evict", ["lru", "lfu", "epoch_lfu"])
+def test_of_equal_rows_a_loaded_table_evicts_the_same(evict: Any) -> None:
+    """Though its ids have other rows: those that expired or were erased leave no gaps in it."""
+    how = {"items": recast.Dynamic(max_rows=20, evict=evict, ttl=2)}
+    for seed in range(4):
+        pairs: list[tuple[Any, Any]] = []
+        for _ in range(2):
+            torch.manual_seed(seed)
+            model, stream = Model(rows=30), Stream(seed, many=60)
+            opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            given = _numbered(example(stream))
+            pairs.append(recast.optimize(model, opt, example=given, tables=how))
+        one, other = pairs
+        train(*one, _numbered([stream.batch(6) for _ in range(12)]))
+        recast.dynamic.tables(one[0])["items"].erase(stream.things[::3])
+        other[0].load_state_dict(saved(one[0].state_dict()))
+        other[1].load_state_dict(saved(one[1].state_dict()))
+        copied = copy.deepcopy(one)
+        for batch in _numbered([stream.batch(6) for _ in range(12)]):
+            outs = [train(*pair, [batch])[0] for pair in (one, other, copied)]
+            assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+            mine, *theirs = (recast.dynamic.export(pair[0].items) for pair in (one, other, copied))
+            assert all(torch.equal(mine.ids, each.ids) for each in theirs)
+
+
+def _numbered(batches: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """``batches`` whose users are rows of a plain table."""
+    return [(batch[0].remainder(30), *batch[1:]) for batch in batches]
+
+
 def test_weights_and_state_of_a_row_lie_side_by_side() -> None:
     """In one record, where the state is like the weights; the row-wise sum is one number a row."""
     fast, opt, _ = made()

@@ -83,10 +83,10 @@ class Slow:
             for other in [i for i in self.rows if self.expired(i)]:
                 del self.rows[other]
         if len(self.rows) == self.capacity:
-            ranks = [(r[1], r[2], r[0], i) for i, r in self.rows.items() if r[2] != self.step]
+            ranks = [(r[1], r[2], i) for i, r in self.rows.items() if r[2] != self.step]
             if not ranks or (self.evict == "given" and score < min(ranks)[0]):
                 return
-            del self.rows[min(ranks)[3]]
+            del self.rows[min(ranks)[2]]
         self.rows[id_] = [0, score, self.step]
         self.counts.pop(id_)
 
