@@ -30,19 +30,13 @@ BAGS = torch.ops.recast.embedding_bags.default
 STORED = torch.ops.recast.quantised_embedding_bags.default
 
 
-_NOT_FINITE, _BEYOND = "that are not finite", "beyond float16, which {} is made of"
-_OF_FLOAT16 = ("fp16", "int4")
-_OTHERS = {_BEYOND.format(name): ("precision='bf16'", "precision='int8'") for name in _OF_FLOAT16}
-
-
-def unfit(table: torch.Tensor, precision: str) -> str | None:
-    """Which numbers of a float32 ``table`` cannot be stored in ``precision``; None: it has none."""
-    if not table.numel() or not table.is_cpu:
-        return None
-    if not bool(torch.isfinite(table).all()):
-        return _NOT_FINITE
-    beyond = precision in _OF_FLOAT16 and float(table.detach().abs().max()) > 65504
-    return _BEYOND.format(precision) if beyond else None
+_OTHERS = {  # by what is wrong with a table
+    formats.APART: ("leave it out: optimize() without precision",),
+    **{
+        formats.BEYOND.format(name): ("precision='bf16'", "precision='int8'")
+        for name in formats.OF_FLOAT16
+    },
+}
 
 
 def _refusal(node: Any, root: nn.Module, asked: QuantiseTables) -> Miss | None:
@@ -286,7 +280,7 @@ class QuantiseTables:
 
     def unfit(self, table: nn.Parameter) -> str | None:
         """Which numbers of ``table`` cannot be stored in ``precision``; None if it has none."""
-        return unfit(table, self.precision)
+        return formats.unfit(table, self.precision)
 
 
 @dataclass(frozen=True)

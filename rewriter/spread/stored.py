@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 
 from recast import passes as library
-from recast.passes.precision import QuantiseParts, sentence, unfit
+from recast.passes.precision import QuantiseParts, sentence
 from recast.rewriter import pipeline
 from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.compiled.module import Compiled
@@ -58,7 +58,7 @@ def store(
     if not present and materialise.on_meta(compiled._root):
         return  # whole tables are to have no memory, in whatever form
     held = dict(compiled._root.named_parameters())
-    why = {name: unfit(held[name], precision) for name in tables}
+    why = {name: formats.unfit(held[name], precision) for name in tables}
     for theirs in collectives.of_all(why, "what tables can be stored") if present else []:
         why |= {name: text for name, text in theirs.items() if text is not None}
     left = {held[name]: text for name, text in why.items() if text is not None}

@@ -28,6 +28,9 @@ from torch import Tensor
 
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+NOT_FINITE, BEYOND = "that are not finite", "beyond float16, which {} is made of"
+OF_FLOAT16 = ("fp16", "int4")
+APART = "further apart than float32 reaches, in which int8 counts the steps between them"
 _PART = 1 << 20  # elements packed at a time, which bounds the temporary memory
 
 
@@ -43,6 +46,19 @@ def row_bytes(precision: str, dim: int) -> int:
     if precision in _HALVES:
         return 2 * dim
     return dim + 8 if precision == "int8" else (dim + 1) // 2 + 4
+
+
+def unfit(table: Tensor, precision: str) -> str | None:
+    """Which numbers of a float32 ``table`` cannot be stored in ``precision``; None: it has none."""
+    if not table.numel() or not table.is_cpu:
+        return None
+    if not bool(torch.isfinite(table).all()):
+        return NOT_FINITE
+    low, high = map(float, torch.aminmax(table.detach()))
+    if precision == "int8" and high - low > torch.finfo(torch.float32).max:
+        return APART
+    beyond = precision in OF_FLOAT16 and max(-low, high) > 65504
+    return BEYOND.format(precision) if beyond else None
 
 
 def pack(weight: Tensor, precision: str) -> Tensor:

@@ -121,7 +121,9 @@ class StoredTable(Tensor):
                 kept = {k: v for k, v in kwargs.items() if k != "dtype"}
                 return first.over(func(first.packed, **kept))
             if func is aten.copy_.default:
-                first.packed.copy_(formats.pack(_plain(args[1]), first.precision))
+                new = _plain(args[1])
+                _check_fit(new, first.precision)
+                first.packed.copy_(formats.pack(new, first.precision))
                 return first
             if func in _LOOKUPS:
                 return _look_up(func, first, args[1], *args[2:], **kwargs)
@@ -138,6 +140,19 @@ def _written(what: str, table: StoredTable) -> UsageError:
         why="its rows are for inference; only copy_ packs new ones",
         tries=("table.copy_(new_rows)", "optimize() without precision, to train"),
     )
+
+
+def _check_fit(rows: Tensor, precision: str) -> None:
+    """Raise UsageError for ``rows`` that would be read as NaN or infinity. A table that has such
+    numbers when it is optimised is not stored either.
+    """
+    why = formats.unfit(rows, precision)
+    if why is not None:
+        raise UsageError(
+            f"a table that is stored in {precision} cannot take numbers {why}",
+            why="their rows would be read as NaN or infinity",
+            tries=("load them into the plain model, and optimize() that again",),
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -353,6 +353,7 @@ def test_a_table_that_is_read_whole_stays() -> None:
         (lambda m: m.user.weight.data[3].fill_(1e6), "fp16", "beyond float16"),
         (lambda m: m.user.weight.data[3].fill_(1e6), "int4", "beyond float16"),
         (lambda m: m.user.weight.data[3].fill_(torch.inf), "int8", "not finite"),
+        (lambda m: m.user.weight.data[3, :2].copy_(torch.tensor([-2e38, 2e38])), "int8", "apart"),
     ],
 )
 def test_misses(spoil: Any, precision: Any, why: str) -> None:
@@ -371,6 +372,23 @@ def test_misses(spoil: Any, precision: Any, why: str) -> None:
     assert fast.user.weight is model.user.weight
     assert isinstance(fast.item.weight, StoredTable)
     assert any(why in m.why for m in fast.report.journal.missed)
+
+
+@pytest.mark.parametrize(
+    ("number", "precision", "why"),
+    [(1e6, "int4", "beyond float16"), (1e6, "fp16", "beyond float16"), (2e38, "int8", "apart"),
+     (torch.inf, "int8", "not finite")],
+)  # fmt: skip
+def test_rows_that_cannot_be_stored_are_not_loaded(number: float, precision: Any, why: str) -> None:
+    """They would be read as NaN or infinity where the plain model's are not."""
+    model, ids = nn.Sequential(nn.Embedding(20, 8)).eval(), torch.arange(20)
+    fast = recast.optimize(model, example=ids, precision=precision)
+    before = fast(ids)
+    rows = model[0].weight.detach().clone()
+    rows[3, :2] = torch.tensor([number, -number])
+    with pytest.raises(RuntimeError, match=why):
+        fast.load_state_dict({"0.weight": rows})
+    assert torch.equal(fast(ids), before)
 
 
 def test_nothing_to_store() -> None:
