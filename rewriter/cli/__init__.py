@@ -3,5 +3,5 @@
 entry     main, usage (the parser)
 verbs     verbs, bench, plan, list, env
 question  spec (names a model), model_args (its passes, and how to ask again)
-output    terminal, native_stderr
+output    terminal, native_stderr, native_stdout
 """
