@@ -143,7 +143,7 @@ SCALARS: dict[str, Form] = {
     ) / 2,
     "binary": lambda u, v, ids: F.binary_cross_entropy_with_logits(u @ v.T, torch.eye(u.size(0))),
     "mean of all": lambda u, v, ids: F.softplus(u @ v.T).mean(),
-    "squares": lambda u, v, ids: F.mse_loss(u @ v.T, (ids[:, None] == ids[None]).float()),
+    "squares": lambda u, v, ids: F.mse_loss(u @ v.T, (ids[:, None] == ids[None]).to(u.dtype)),
     "a sum and its number": lambda u, v, ids: (
         F.cross_entropy(u @ v.T, arange(u), reduction="sum") / u.size(0)
         + (u @ v.T).logsumexp(1).sum() / u.shape[0]
