@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
+from recast.rewriter.order import declare_random
 from recast.rewriter.report.journal import Missed
 from recast.runtime.ranks.batch_of_all import all_positions, mean_of_all, own_block, own_positions
 
@@ -34,34 +34,26 @@ _REDUCE = frozenset({
     *_LOSSES, "var", "std", "amax", "amin", "max", "min", "median", "prod", "logsumexp", "norm",
     "argmax", "argmin", "var_mean", "std_mean", "quantile",
 })  # fmt: skip
-_MIX = frozenset({
-    "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "sort", "argsort",
-    "topk", "flip", "roll",
-})  # fmt: skip
-_DIM_LAST = frozenset({"sort", "argsort", "topk"})  # if none is told
-_AT = {"norm": 2, "topk": 2, "roll": 2, "quantile": 2}  # the place of ``dim``, else 1
-_NAMED = ("dim", "dims", "axis")
+_AT = {"norm": 2, "quantile": 2}  # the place of ``dim``, else 1
 _PRODUCTS = (
     torch.matmul, torch.mm, operator.matmul, torch.einsum, torch.ops.recast.contraction.default,
 )  # fmt: skip
-_OF: dict[Any, str] = {
-    **{getattr(torch, name): name for name in _REDUCE | _MIX if hasattr(torch, name)},
-    F.softmax: "softmax", F.log_softmax: "log_softmax",
-}  # fmt: skip
+_OF: dict[Any, str] = {getattr(torch, name): name for name in _REDUCE if hasattr(torch, name)}
+
+declare_random(mean_of_all)  # it keeps its place
 
 
 def _name(node: Node) -> str | None:
     if node.op == "call_method":
-        return str(node.target) if node.target in _REDUCE | _MIX else None
+        return str(node.target) if node.target in _REDUCE else None
     return _OF.get(node.target) if node.op == "call_function" else None
 
 
 def _dims(node: Node, name: str, rank: int) -> list[int] | None:
     """The dimensions that ``node`` works along; None: not told by numbers."""
-    named = next((node.kwargs[n] for n in _NAMED if n in node.kwargs), None)
-    told: Any = argument(node, _AT.get(name, 1), "dim", named)
+    told: Any = argument(node, _AT.get(name, 1), "dim", node.kwargs.get("axis"))
     if told is None:
-        return [rank - 1] if name in _DIM_LAST else [*range(rank)]
+        return [*range(rank)]
     dims = told if isinstance(told, (tuple, list)) else (told,)
     return [d % rank for d in dims] if all(type(d) is int for d in dims) else None
 
@@ -123,7 +115,8 @@ class SynchroniseMeans:
                 tries = ("a loss for each row, and their mean",)
                 context.journal.miss(Missed(self.name, node.name, why, note(node).where, tries))
             return 0
-        for node in list(mixed)[: context.fuel_left()]:
+        means = list(mixed)[: context.fuel_left()]
+        for node in means:
             with graph.inserting_after(node):
                 made = graph.call_function(mean_of_all, (node, sizes_before(node, self.name)))
             writer = Writer(node, self.name)
@@ -131,4 +124,4 @@ class SynchroniseMeans:
             annotate(made, spec=note(node).spec)
             node.replace_all_uses_with(made, lambda user, own=made: user is not own)
             fired(made, "mean over the rows of the global batch", self.name, context)
-        return len(mixed)
+        return len(means)

@@ -25,12 +25,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import KEY, Graph, Node, Spec, annotate, is_call, is_method, merge, note
 from recast.rewriter.order import declare_random, droppable
 from recast.rewriter.report.journal import Missed
-from recast.runtime.ranks.batch_of_all import (
-    batch_of_all,
-    mean_of_all,
-    own_diagonal,
-    sizes_of_all,
-)
+from recast.runtime.ranks.batch_of_all import batch_of_all, own_diagonal, sizes_of_all
 
 from .batch_dimension import inputs_read
 from .batch_pair_writes import above_of, only_asks, written_to
@@ -63,7 +58,7 @@ _LOSSES = (
     F.smooth_l1_loss, F.huber_loss,
 )  # fmt: skip
 
-for _collective in (sizes_of_all, batch_of_all, mean_of_all):
+for _collective in (sizes_of_all, batch_of_all):
     declare_random(_collective)  # it keeps its place
 
 

@@ -72,11 +72,11 @@ def attribute_writes(
     kept: Callable[[str, str], bool],
     layers: Collection[str],
 ) -> tuple[dict[str, Any], list[tuple[str, str, Any]], dict[tuple[str, Any], Any]]:
-    """Attributes that have a new traced value after forward, and those with a plain constant that
+    """Attributes that have a new traced value after forward; those with a plain constant that
     forward wrote without reading the old value; and the entries that it set, by (attribute, key).
-    Refuses other lasting changes, and what only the
-    first call makes, unless that is a constant and ``kept(path, name)``: later calls leave it; and
-    what is set in ``layers``, which run as they are and would read the old value.
+    Refuses other lasting changes, and what only the first call makes, unless that is a constant and
+    ``kept(path, name)``: later calls leave it; and what is set in ``layers``, which run as they are
+    and would read the old value.
     """
     stores: dict[str, Any] = {}
     left: list[tuple[str, str, Any]] = []

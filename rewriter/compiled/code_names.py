@@ -157,7 +157,7 @@ def only_sets_entries(code: CodeType, name: str) -> bool:
     """
     if any(isinstance(c, CodeType) and not only_sets_entries(c, name) for c in code.co_consts):
         return False
-    if name in (c for c in code.co_consts if isinstance(c, str)):
+    if any(c == name or (isinstance(c, tuple) and name in c) for c in code.co_consts):
         return False  # getattr(self, "name")
     steps = list(dis.get_instructions(code))
     named = (k for k, i in enumerate(steps) if i.argval == name and not i.opname.endswith("_FAST"))

@@ -91,6 +91,12 @@ class ByName(Base):
         self.kept["load"] = gates.sum() + len(getattr(self, "kept"))  # noqa: B009
 
 
+class ByNames(Base):
+    def keep(self, h: Tensor, gates: Tensor) -> None:
+        for name in ("kept", "kept"):
+            self.kept["load"] = gates.sum() + len(getattr(self, name))
+
+
 class Aside(Base):
     def keep(self, h: Tensor, gates: Tensor) -> None:
         kept = self.kept
@@ -143,7 +149,7 @@ def test_a_stored_loss_has_gradients() -> None:
             torch.testing.assert_close(b.grad, a.grad)
 
 
-@pytest.mark.parametrize("kind", [Reads, Counts, Texts, Removes, ByName, Aside])
+@pytest.mark.parametrize("kind", [Reads, Counts, Texts, Removes, ByName, ByNames, Aside])
 def test_what_is_read_or_is_no_tensor_is_left_to_the_plain_forward(kind: type[Base]) -> None:
     model = kind()
     plain = copy.deepcopy(model)
