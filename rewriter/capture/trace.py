@@ -112,9 +112,11 @@ def trace(
             args, kwargs = signature.unbind(inputs)
             with muted(), traced_shapes(), tracer.reading.watching(tracer.refuse):
                 result = tracer.scratch.forward(*args, **kwargs)
-    except Refused:
+    except Refused as error:
+        _leave(error)
         raise
     except Exception as error:
+        _leave(error)
         raise _refused(tracer, error) from error
     if tracer.failed is not None:
         raise tracer.failed
@@ -207,6 +209,19 @@ def _shared(root: nn.Module) -> list[tuple[Check, str]]:
 
 def _of(home: str) -> str:
     return f", a global of {home}" if home else ""
+
+
+def _leave(error: BaseException) -> None:
+    """Leave the contexts that the frames of ``error`` hold open: torch 2.12's ``checkpoint`` keeps
+    its hooks in a generator, which an error that is kept keeps too.
+    """
+    step, frames_passed = error.__traceback__, []
+    while step is not None:
+        frames_passed.append(step.tb_frame)
+        step = step.tb_next
+    for frame in reversed(frames_passed):
+        with suppress(RuntimeError):  # it is running
+            frame.clear()
 
 
 def _refused(tracer: Tracer, error: Exception) -> Refused:

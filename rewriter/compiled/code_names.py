@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from torch import nn
+
+from .instructions import Step, steps
 
 _WHOLE = frozenset({"asdict", "astuple", "attrgetter"})  # ask for any field of an object
 _ASKING = _WHOLE | {"vars", "__dict__", "getattr"}
@@ -29,10 +30,7 @@ def names_in(code: CodeType) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def globals_in(code: CodeType) -> frozenset[str]:
     """The global names that ``code`` reads."""
-    read = (
-        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
-    found = set(read)
+    found = {i.argval for i in steps(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             found |= globals_in(inner)
@@ -61,11 +59,11 @@ def attributes_in(code: CodeType) -> frozenset[tuple[str, str]]:
     """(a, b) for each ``a.b`` in ``code`` and in the functions inside it, where ``a`` may be an
     attribute itself; for ``from . import a as x`` and ``x.b`` too.
     """
-    pairs = list(pairwise(dis.get_instructions(code)))
+    pairs = list(pairwise(steps(code)))
     found = {
         (one.argval, read.argval)
         for one, read in pairs
-        if read.opname in ("LOAD_ATTR", "LOAD_METHOD") and one.opname.startswith("LOAD_")
+        if read.opname == "LOAD_ATTR" and one.opname.startswith("LOAD_")
         and isinstance(one.argval, str)
     }  # fmt: skip
     imported = {(to.argval, one.argval) for one, to in pairs if one.opname == "IMPORT_FROM"}
@@ -81,35 +79,34 @@ def any_field(code: CodeType) -> bool:
         return True
     if not _ASKING.intersection(code.co_names):
         return False
-    steps = [i for i in dis.get_instructions(code) if i.opname not in ("PUSH_NULL", "CACHE")]
-    for k, i in enumerate(steps):
-        after = steps[k + 1 :]
+    called = [i for i in steps(code) if i.opname != "PUSH_NULL"]
+    for k, i in enumerate(called):
+        after = called[k + 1 :]
         if i.argval == "getattr" and i.opname == "LOAD_GLOBAL" and not _by_name(code, after):
             return True
         if i.argval == "vars" and i.opname == "LOAD_GLOBAL" and not _own(code, after):
             return True
-        if i.argval == "__dict__" and not _own(code, steps[k - 1 : k]):
+        if i.argval == "__dict__" and not _own(code, called[k - 1 : k]):
             return True
         if i.argval in _WHOLE and i.opname != "LOAD_FAST":
             return True
     return False
 
 
-def _own(code: CodeType, steps: list[dis.Instruction]) -> bool:
-    """Whether the first of ``steps`` reads ``self``: the trace sees what modules read of
+def _own(code: CodeType, after: list[Step]) -> bool:
+    """Whether the first of them reads ``self``: the trace sees what modules read of
     themselves.
     """
-    if not steps or steps[0].opname != "LOAD_FAST" or steps[0].argval not in code.co_varnames[:1]:
+    if not after or after[0].opname != "LOAD_FAST" or after[0].argval not in code.co_varnames[:1]:
         return False
-    return len(steps) == 1 or steps[1].opname not in ("LOAD_ATTR", "LOAD_METHOD")
+    return len(after) == 1 or after[1].opname != "LOAD_ATTR"
 
 
-def _by_name(code: CodeType, steps: list[dis.Instruction]) -> bool:
+def _by_name(code: CodeType, after: list[Step]) -> bool:
     """Whether a ``getattr`` asks for one name, or a module for what is its own: seen elsewhere."""
-    if _own(code, steps):
+    if _own(code, after):
         return True
-    end = next((k for k, i in enumerate(steps) if i.opname.startswith("CALL")), len(steps))
-    inside = steps[:end]
+    inside = [*takewhile(lambda i: not i.opname.startswith("CALL"), after)]
     made = {"FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING", "BINARY_OP"}
     fixed = any(i.opname == "LOAD_CONST" and isinstance(i.argval, str) for i in inside)
     return fixed and not any(i.opname in made for i in inside)
@@ -119,9 +116,9 @@ def _by_name(code: CodeType, steps: list[dis.Instruction]) -> bool:
 def imports_in(code: CodeType) -> tuple[tuple[int, str], ...]:
     """The Python modules that ``code`` imports: how many packages up, and the name."""
     inner = (found for c in code.co_consts if isinstance(c, CodeType) for found in imports_in(c))
-    steps = list(dis.get_instructions(code))
+    taken = steps(code)
     own = (
-        (steps[k - 2].argval, i.argval) for k, i in enumerate(steps) if i.opname == "IMPORT_NAME"
+        (taken[k - 2].argval, i.argval) for k, i in enumerate(taken) if i.opname == "IMPORT_NAME"
     )
     return (*own, *inner)
 
@@ -138,16 +135,21 @@ def rebound(code: CodeType) -> tuple[str, ...]:
     """The variables of its closure that ``code`` rebinds."""
     if not code.co_freevars:
         return ()
-    stores = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
+    stores = (i.argval for i in steps(code) if i.opname == "STORE_DEREF")
     return tuple(dict.fromkeys(name for name in stores if name in code.co_freevars))
 
 
 @lru_cache(maxsize=4096)
 def catches(code: CodeType) -> bool:
-    """Whether ``code`` catches errors: ``except KeyError``, ``suppress(KeyError)``."""
+    """Whether ``code`` catches errors: ``except KeyError``, ``except``, ``suppress(KeyError)``; or
+    may, as the exit of a context.
+    """
     inner = any(isinstance(c, CodeType) and catches(c) for c in code.co_consts)
-    caught = (i.opname == "CHECK_EXC_MATCH" for i in dis.get_instructions(code))
-    return inner or "suppress" in code.co_names or any(caught)
+    caught = any(
+        i.opname == "CHECK_EXC_MATCH" or (i.opname, after.opname) == ("PUSH_EXC_INFO", "POP_TOP")
+        for i, after in pairwise(steps(code))
+    )
+    return inner or caught or "suppress" in code.co_names or code.co_name == "__exit__"
 
 
 @lru_cache(maxsize=4096)
@@ -159,22 +161,22 @@ def only_sets_entries(code: CodeType, name: str) -> bool:
         return False
     if any(c == name or (isinstance(c, tuple) and name in c) for c in code.co_consts):
         return False  # getattr(self, "name")
-    steps = list(dis.get_instructions(code))
-    named = (k for k, i in enumerate(steps) if i.argval == name and not i.opname.endswith("_FAST"))
-    return all(steps[k].opname == "LOAD_ATTR" and _sets(steps[k + 1 :]) for k in named)
+    every = steps(code)
+    named = (k for k, i in enumerate(every) if i.argval == name and not i.opname.endswith("_FAST"))
+    return all(every[k].opname == "LOAD_ATTR" and _sets(every[k + 1 :]) for k in named)
 
 
-def _sets(steps: list[dis.Instruction]) -> bool:
-    """Whether ``steps`` set an entry of what has just been loaded, or update it."""
-    if steps and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR"):
-        return bool(steps[0].argval == "update")
+def _sets(after: tuple[Step, ...]) -> bool:
+    """Whether they set an entry of what has just been loaded, or update it."""
+    if after and after[0].opname == "LOAD_ATTR":
+        return bool(after[0].argval == "update")
     depth = 0  # of what lies above it
-    for i in steps:
+    for i in after:
         if i.opname == "STORE_SUBSCR" and depth == 1:
             return True
-        if depth < 0 or i.opcode in dis.hasjrel or i.opcode in dis.hasjabs:
+        if depth < 0 or i.effect is None:
             return False
-        depth += dis.stack_effect(i.opcode, i.arg)
+        depth += i.effect
     return False
 
 
@@ -191,12 +193,12 @@ def _asks_type(code: CodeType) -> bool:
         return True
     if "type" not in code.co_names or not {"Tensor", "Parameter"} & set(code.co_names):
         return False
-    steps = list(dis.get_instructions(code))
-    for k, i in enumerate(steps):
+    every = steps(code)
+    for k, i in enumerate(every):
         if i.argval == "type" and i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             ends = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
-            end = next((n for n in range(k, len(steps)) if steps[n].opname in ends), k)
-            if {"Tensor", "Parameter"} & {step.argval for step in steps[k:end] if step.argval}:
+            end = next((n for n in range(k, len(every)) if every[n].opname in ends), k)
+            if {"Tensor", "Parameter"} & {step.argval for step in every[k:end] if step.argval}:
                 return True
     return False
 

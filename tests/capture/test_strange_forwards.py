@@ -260,6 +260,30 @@ class Unknown(Base):
         return e.sum(1)  # type: ignore[no-any-return]
 
 
+class UnknownAtAll(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        try:
+            e = self.emb(ids)
+        except:  # noqa: E722
+            e = self.emb(ids.clamp(0, 8)) * 0.5
+        return e.sum(1)  # type: ignore[no-any-return]
+
+
+class Forgiving:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> bool:
+        return kind is IndexError
+
+
+class UnknownInBlock(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        e = self.emb(ids.clamp(0, 8)) * 0.5
+        with Forgiving():
+            e = self.emb(ids)
+        return e.sum(1)  # type: ignore[no-any-return]
+
+
 class Views(Base):
     def forward(self, ids: Tensor) -> Tensor:
         e = self.emb(ids)
@@ -268,10 +292,14 @@ class Views(Base):
         return e.sum(1)  # type: ignore[no-any-return]
 
 
-def test_errors_that_forward_catches() -> None:
-    plain, fast = pair(Unknown)
+@pytest.mark.parametrize("kind", [Unknown, UnknownAtAll, UnknownInBlock])
+def test_errors_that_forward_catches(kind: type[Base]) -> None:
+    plain, fast = pair(kind)
     with pytest.warns(RecastWarning, match="forward catches errors"):
         torch.testing.assert_close(fast(IDS + 3), plain(IDS + 3))
+
+
+def test_errors_that_forward_catches_in_the_trace() -> None:
     plain, fast = pair(Views)
     assert "goes on after an error" in why(fast)
     ids = IDS.view(4, 6)
