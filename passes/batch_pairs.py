@@ -260,7 +260,7 @@ def places_of(x: Node) -> dict[Node, dict[int, int]] | None:
     if ranks == (2, 2, 2) and a is not b:
         if is_call(x, *PRODUCTS) or is_method(x, "matmul", "mm"):
             return {a: {0: 0}, b: {1: 1}}  # type: ignore[dict-item]
-        if is_call(x, torch.cdist) or (is_call(x, F.linear) and len(tensors) == 2):
+        if is_call(x, torch.cdist, torch.inner) or (is_call(x, F.linear) and len(tensors) == 2):
             return {a: {0: 0}, b: {0: 1}}  # type: ignore[dict-item]
     read = einsum_of(x)
     if is_call(x, CONTRACTION):

@@ -62,7 +62,7 @@ def counts_places(x: Any) -> bool:
     """Whether ``x`` counts the rows of the batch: ``arange(B)``, cast or with more dimensions."""
     while isinstance(x, Node) and len(batch_dims(x)) == 1:
         if is_call(x, torch.arange):
-            return len(x.args) == 1 or bool(len(x.args) == 2 and x.args[0] == 0)
+            return len(x.args) == 1 or x.args[:1] + x.args[2:] in ((0,), (0, 1))
         if not (is_method(x, *_COUNTING) or is_call(x, torch.unsqueeze, operator.getitem)):
             return False
         if is_call(x, operator.getitem) and not _only_adds_dimensions(x.args[1]):

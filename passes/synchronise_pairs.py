@@ -50,13 +50,16 @@ if TYPE_CHECKING:
 _CROSS_ENTROPY = torch.ops.recast.cross_entropy.default
 _LINEAR_CROSS_ENTROPY = torch.ops.recast.linear_cross_entropy.default
 _PAIRING = (
-    *PRODUCTS, torch.einsum, CONTRACTION, torch.cdist, F.linear, _LINEAR_CROSS_ENTROPY,
-    F.cosine_similarity,
+    *PRODUCTS, torch.einsum, CONTRACTION, torch.cdist, torch.inner, F.linear,
+    _LINEAR_CROSS_ENTROPY, F.cosine_similarity,
 )  # fmt: skip
 _LOSSES = (
     F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.mse_loss, F.l1_loss,
-    F.smooth_l1_loss, F.huber_loss,
+    F.smooth_l1_loss, F.huber_loss, F.kl_div,
 )  # fmt: skip
+
+# of those: they weigh no pairs
+_MATTERS_NOT = {"reduction", "beta", "delta", "log_target"}
 
 for _collective in (sizes_of_all, batch_of_all):
     declare_random(_collective)  # it keeps its place
@@ -113,7 +116,7 @@ def _of_all(node: Node, paired: Paired, root: nn.Module) -> Node | None:
     kwargs = {k: v for k, v in node.kwargs.items() if v is not None}
     if known and (len(node.args) > 1 or kwargs):
         return None
-    if not known and (len(node.args) > 2 or set(kwargs) - {"reduction", "beta", "delta"}):
+    if not known and (len(node.args) > 2 or set(kwargs) - _MATTERS_NOT):
         raise Unlike("pairs that are weighed")
     tensors = [n for n in node.all_input_nodes if spec_of(n) is not None]
     rank = max(len(shape(n)) for n in tensors)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from recast.errors import UsageError
 from recast.runtime.batched_grads import one_at_a_time
@@ -138,14 +137,27 @@ class _BatchOfAll(torch.autograd.Function):
 
     @staticmethod
     @one_at_a_time
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows, own = grad.movedim(ctx.dim, 0), ctx.counts[collectives.rank()]
-        world = len(ctx.counts)
-        parts = _exchanged(rows.reshape(-1), rows, ctx.counts, [own] * world)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = parts.view(world, own, *rows.shape[1:]).to(wide).sum(0).to(grad.dtype)
-        return total.movedim(0, ctx.dim), None, None
+        return _OwnOfSum.apply(grad, ctx.counts, ctx.dim), None, None
+
+
+class _OwnOfSum(torch.autograd.Function):
+    """This rank's rows of the sum of what all ranks have for all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, counts: list[int], dim: int) -> Tensor:
+        ctx.counts, ctx.dim = counts, dim
+        rows, own = whole.movedim(dim, 0), counts[collectives.rank()]
+        world = len(counts)
+        parts = _exchanged(rows.reshape(-1), rows, counts, [own] * world)
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        total = parts.view(world, own, *rows.shape[1:]).to(wide).sum(0).to(whole.dtype)
+        return total.movedim(0, dim)
+
+    @staticmethod
+    @one_at_a_time
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _BatchOfAll.apply(grad, ctx.counts, ctx.dim), None, None
 
 
 class _SumOfAll(torch.autograd.Function):
@@ -155,9 +167,8 @@ class _SumOfAll(torch.autograd.Function):
 
     @staticmethod
     @one_at_a_time
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _summed(grad)
+        return _SumOfAll.apply(grad)
 
 
 def _summed(part: Tensor) -> Tensor:

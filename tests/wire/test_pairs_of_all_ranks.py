@@ -121,6 +121,9 @@ ROWS: dict[str, Form] = {
     "gathered": lambda u, v, ids: (u @ v.T).log_softmax(1).gather(1, arange(u)[:, None])[:, 0],
     "cosines": lambda u, v, ids: F.cosine_similarity(u[:, None], v[None], dim=-1).exp().sum(1),
     "products by hand": lambda u, v, ids: (u[:, None] * v[None]).sum(-1).logsumexp(1),
+    "inner": lambda u, v, ids: F.cross_entropy(
+        torch.inner(u, v), torch.arange(0, u.size(0), 1), reduction="none"
+    ),
     "distances": lambda u, v, ids: torch.cdist(u, v + 3).neg().logsumexp(1),
     "attention": lambda u, v, ids: (torch.softmax(u @ v.T, -1) @ v).sum(1),
     "over the other rows": lambda u, v, ids: (u @ v.T).logsumexp(0),
@@ -143,6 +146,9 @@ SCALARS: dict[str, Form] = {
     ) / 2,
     "binary": lambda u, v, ids: F.binary_cross_entropy_with_logits(u @ v.T, torch.eye(u.size(0))),
     "mean of all": lambda u, v, ids: F.softplus(u @ v.T).mean(),
+    "divergence": lambda u, v, ids: F.kl_div(
+        (u @ v.T).log_softmax(1), (v @ u.T).softmax(1), reduction="batchmean"
+    ),
     "squares": lambda u, v, ids: F.mse_loss(u @ v.T, (ids[:, None] == ids[None]).to(u.dtype)),
     "a sum and its number": lambda u, v, ids: (
         F.cross_entropy(u @ v.T, arange(u), reduction="sum") / u.size(0)
@@ -226,6 +232,32 @@ def test_over_gloo() -> None:
     for k, grad in enumerate(grads):
         found = torch.stack([theirs[k] for _, theirs in ours]).sum(0)
         torch.testing.assert_close(found.double(), grad, rtol=1e-4, atol=1e-4)
+
+
+def penalised(model: nn.Module, given: Any, by: int = 1) -> list[Tensor]:
+    """The gradients of a loss beside the square of its slope."""
+    x, *rest = given
+    x = x.clone().requires_grad_()
+    loss = model(x, *rest)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + by * slope.square().sum()).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("form", ["mean", "mean of all"])
+def test_gradients_have_gradients(form: str) -> None:
+    """The slopes of W ranks are W times that of the mean of their losses: the mean of the squares
+    is W times that of one process.
+    """
+    fast = recast.optimize(Towers(SCALARS[form]), example=batch(8, 0), passes=PASSES)
+    copies = [copy.deepcopy(fast) for _ in range(2)]
+    parts = [batch(4, seed) for seed in range(2)]
+    found = run(2, lambda rank: penalised(copies[rank], parts[rank]))
+    x, y, ids = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    wanted = penalised(Towers(SCALARS[form]).double(), (x.double(), y.double(), ids), by=2)
+    for k, grad in enumerate(wanted):
+        mean = torch.stack([theirs[k] for theirs in found]).mean(0)
+        torch.testing.assert_close(mean.double(), grad, rtol=1e-4, atol=1e-5)
 
 
 LEFT: dict[str, tuple[Form, str]] = {
