@@ -206,6 +206,8 @@ class Span:
         self.ends = ends
 
     def __getattr__(self, name: str) -> Any:
+        if not hasattr(range, name):  # torch asks in C++, which cannot pass a refusal on
+            raise AttributeError(name)
         return getattr(range(*self.ends), name)
 
     def __len__(self) -> int:

@@ -440,6 +440,7 @@ def test_statistics_are_kept_aside_only_where_they_are_written() -> None:
     assert none is not None and not none.buffers and none.read is None
 
 
+@pytest.mark.usefixtures("known_calls")
 def test_calls_that_count_are_known_ones() -> None:
     """They count as examined ones do, and one that raises has counted."""
     plain, fast = made(counted_in_training), made(counted_in_training)

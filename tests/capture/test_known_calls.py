@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import recast
 from recast.errors import RecastWarning
 
+pytestmark = pytest.mark.usefixtures("known_calls")
 torch.manual_seed(0)
 IDS, MORE = torch.randint(9, (6, 2)), torch.randint(9, (5, 2))
 WEIGHTS = torch.rand(6, 4)

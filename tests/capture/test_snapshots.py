@@ -228,6 +228,7 @@ def test_an_attribute_of_a_module_that_was_asked_for_is_seen() -> None:
     check(model, fast, ids(5), warns="runs its plain forward")
 
 
+@pytest.mark.usefixtures("known_calls")
 def test_what_changes_at_each_call_is_not_noted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from recast.rewriter.compiled import snapshots
 

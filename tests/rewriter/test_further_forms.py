@@ -67,6 +67,7 @@ def same(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("known_calls")
 def test_each_form_runs_its_own_graph() -> None:
     plain, fast = made()
     (without,) = fast.forms
