@@ -28,8 +28,13 @@ _SHAPED = {
     *_MAKERS, "view", "reshape", "expand", "expand_as", "broadcast_to", "repeat", "tile",
     "unflatten", "narrow", "split", "chunk", "getitem", "repeat_interleave", "getattr", "size",
 }  # fmt: skip
+_PRODUCTS = (
+    torch.matmul, torch.mm, operator.matmul, torch.einsum, torch.ops.recast.contraction.default,
+)  # fmt: skip
+# what reads no values of some of its inputs
+LIKE = {*_MAKERS, "to", "type_as", "view_as", "reshape_as", "getattr", "size", "setattr"}
 # what makes rows of other rows, along a dimension that is told, and which one by default
-_ALONG: dict[str, int | None] = {
+ALONG: dict[str, int | None] = {
     "cumsum": None, "cumprod": None, "logcumsumexp": None, "cummax": None, "cummin": None,
     "flip": None, "softmax": None, "log_softmax": None, "sort": -1, "argsort": -1, "diff": -1,
     "roll": None, "topk": -1, "kthvalue": -1, "max": None, "min": None, "median": None,
@@ -125,15 +130,34 @@ def computes_with_rows(node: Node) -> bool:
 
 def is_mean(node: Node) -> bool:
     """Whether ``node`` is ``x.sum() / B``, by which the mean over ranks is that over the batch."""
+    spec = spec_of(node)
+    return spec is not None and not spec.shape and is_sum_by_rows(node)
+
+
+def is_sum_by_rows(node: Node) -> bool:
+    """Whether ``node`` is a sum by the number of rows, or by a multiple: ``x.sum(0) / (2 * B)``."""
     if not (is_call(node, operator.truediv, torch.div) or is_method(node, "div")):
         return False
     if len(node.args) != 2 or node.kwargs:
         return False
     total, rows = node.args
-    if not isinstance(total, Node) or not isinstance(rows, Node) or spec_of(total) is None:
+    if not isinstance(total, Node) or not over_rows(total):
         return False
     summed = "sum" in (name_of(total), *total.args, total.kwargs.get("reduction"))
-    return summed and not spec_of(total).shape and _size(rows) == "B"  # type: ignore[union-attr]
+    return (summed or sums_products(total)) and _multiple_of_rows(rows)
+
+
+def _multiple_of_rows(number: Any) -> bool:
+    """Whether this is ``B``, or ``B`` by numbers that do not depend on it."""
+    if not isinstance(number, Node):
+        return False
+    if is_call(number, operator.mul):
+        a, b = number.args
+        ours, other = (a, b) if counts_rows(a) else (b, a)
+        return not counts_rows(other) and spec_of(other) is None and _multiple_of_rows(ours)
+    if name_of(number) in ("numel", "nelement"):
+        return len(batch_dims(number.args[0])) == 1
+    return _size(number) == "B"
 
 
 # ---------------------------------------------------------------- what is made of other rows
@@ -155,7 +179,7 @@ def why_not_own(x: Node, known: Collection[Node], left: Collection[Node]) -> str
             return "a value that depends on the places of rows in the batch"
         if computes_with_rows(node) and not is_mean(node):
             return "a value that depends on the number of rows"
-        if _over_rows(node) or (node not in known and of_other_rows(node)):
+        if over_rows(node) or (node not in known and of_other_rows(node)):
             return "a value over the batch"
         if node in known or name_of(node) in _MAKERS:
             continue
@@ -165,12 +189,26 @@ def why_not_own(x: Node, known: Collection[Node], left: Collection[Node]) -> str
     return None
 
 
-def _over_rows(node: Node) -> bool:
-    """Whether ``node`` is computed over the rows of the batch, as ``x.mean(0)``."""
-    spec = spec_of(node)
-    if spec is None or name_of(node) in _MAKERS or any(isinstance(n, str) for n in spec.shape):
+def over_rows(node: Node) -> bool:
+    """Whether ``node`` is computed over the rows of the batch, as ``x.mean(0)`` and ``x[0]``."""
+    spec = spec_of(node.args[0] if is_call(node, operator.setitem) else node)
+    if spec is None or name_of(node) in LIKE or any(isinstance(n, str) for n in spec.shape):
         return False
     return any(map(batch_dims, node.all_input_nodes))
+
+
+def sums_products(node: Node) -> bool:
+    """Whether this is a product of matrices that sums over the rows of the batch: ``x.T @ y``."""
+    made = spec_of(node)
+    product = is_call(node, *_PRODUCTS) or is_method(node, "matmul", "mm")
+    if not product or made is None or not made.shape or rows_of(made):
+        return False
+    return all(rows_of(spec) for n in node.all_input_nodes if (spec := spec_of(n)) is not None)
+
+
+def rows_of(spec: Spec) -> set[int]:
+    """The dimensions that count rows of the batch, or some for each."""
+    return {d for d, size in enumerate(spec.shape) if str(size).endswith("B")}
 
 
 def of_other_rows(node: Node) -> bool:
@@ -182,7 +220,7 @@ def of_other_rows(node: Node) -> bool:
         return part and any(spec_of(n) is not None for n in node.all_input_nodes)
     if name in _OF_ALL:
         return True
-    if name in _ALONG:
+    if name in ALONG:
         return _along_rows(node, name)
     if name == "embedding":
         return bool(batch_dims(argument(node, 1, "weight")))
@@ -204,7 +242,7 @@ def _along_rows(node: Node, name: str) -> bool:
     source = argument(node, 0, "input")
     rows, spec = batch_dims(source), spec_of(source)
     index = 2 if name in ("roll", "diff", "topk", "kthvalue", "normalize") else 1
-    dims = argument(node, index, "dims" if name in ("flip", "roll") else "dim", _ALONG[name])
+    dims = argument(node, index, "dims" if name in ("flip", "roll") else "dim", ALONG[name])
     if is_method(node, "flip"):
         dims = node.args[1:] if len(node.args) > 1 else dims
     if isinstance(dims, int):

@@ -27,14 +27,14 @@ from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
 from recast.runtime.embedding import precision_table
 from recast.runtime.ranks import collectives, faults, faults_agree, shards
-from recast.runtime.ranks.batch_of_all import batch_of_all, mean_of_all
+from recast.runtime.ranks.batch_of_all import batch_of_all, mean_of_all, sum_of_all
 from recast.runtime.ranks.draws_global import draw_global_, multinomial_global
 from recast.runtime.ranks.shards import ShardedTable
 
 from . import check as spread_check
 
 # calls by which a graph computes on the batches of all ranks, in eval mode too
-_OF_ALL = {draw_global_, multinomial_global, batch_of_all, mean_of_all}
+_OF_ALL = {draw_global_, multinomial_global, batch_of_all, mean_of_all, sum_of_all}
 _UNSOUGHT = (
     "no node is looked for on several ranks; recast.diff(plain, recast.optimize(plain,"
     " example=batch), batch) on one process names it"

@@ -41,6 +41,19 @@ def sizes_of_all(input: Tensor, dim: int) -> Tensor:
 
 
 @_disable_dynamo
+def counted_of_all(target: Tensor, ignore_index: int, weight: Tensor | None = None) -> Tensor:
+    """(W,) on the CPU: of each rank, how many of the classes ``target`` are not ``ignore_index``,
+    or the sum of their ``weight``. A collective.
+    """
+    counts = target != ignore_index
+    own = counts.sum() if weight is None else weight.detach()[target[counts]].sum()
+    if collectives.ranks() == 1 or target.is_meta:
+        return own.unsqueeze(0)
+    call_mode.exchange_once()
+    return gathered(own, what="all_gather of sizes").cpu()
+
+
+@_disable_dynamo
 def batch_of_all(input: Tensor, sizes: Tensor, dim: int) -> Tensor:
     """``input`` of all ranks, concatenated in ``dim`` in rank order. A collective, also in the
     backward pass.
@@ -64,15 +77,26 @@ def batch_of_all(input: Tensor, sizes: Tensor, dim: int) -> Tensor:
 
 @_disable_dynamo
 def mean_of_all(mean: Tensor, sizes: Tensor) -> Tensor:
-    """The mean over the rows of all ranks, of the ``mean`` over this rank's. A collective, also in
-    the backward pass.
+    """The mean over the rows of all ranks, of the ``mean`` over this rank's; ``sizes``: by how many
+    rows each has, or the sum of their weights. A collective, also in the backward pass.
     """
     if collectives.ranks() == 1 or mean.is_meta:
         return mean
-    own, total = int(sizes[collectives.rank()]), int(sizes.sum())
+    own, total = sizes[collectives.rank()].item(), sizes.sum().item()
     if own == 0 < total:  # it is no number
         mean = mean.nan_to_num(0.0)
-    result: Tensor = _SumOfAll.apply(mean * (own / max(total, 1)))
+    result: Tensor = _SumOfAll.apply(mean * (own / total if total else 0.0))
+    return result
+
+
+@_disable_dynamo
+def sum_of_all(sum: Tensor, sizes: Tensor) -> Tensor:
+    """The sum over the rows of all ranks, of the ``sum`` over this rank's, of any dtype. A
+    collective, also in the backward pass. ``sizes``: exchanged before it, and not read.
+    """
+    if collectives.ranks() == 1 or sum.is_meta:
+        return sum
+    result: Tensor = _SumOfAll.apply(sum)
     return result
 
 
@@ -174,7 +198,9 @@ class _SumOfAll(torch.autograd.Function):
 def _summed(part: Tensor) -> Tensor:
     """Σ over ranks, in their order: the same bits on all."""
     parts = gathered(part, what="all_gather of means")
-    return parts.to(torch.promote_types(part.dtype, torch.float32)).sum(0).to(part.dtype)
+    if part.dtype.is_floating_point:
+        parts = parts.to(torch.promote_types(part.dtype, torch.float32))
+    return parts.sum(0).to(part.dtype)
 
 
 def _exchanged(flat: Tensor, like: Tensor, there: list[int], back: list[int]) -> Tensor:

@@ -1,0 +1,115 @@
+"""Rows that a mask chooses, ``x[mask]``: as many as it says, each made of its own row of the batch.
+
+Their means are by how many there are, on each rank, and on all. What else is computed along them is
+not known, and then they are told of.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from recast.rewriter.ir import Node, is_call, is_method
+
+from .leaf import argument, spec_of
+from .own_rows import ALONG, counts_places, name_of
+
+# losses that may leave out rows, whose mean is by the others' number or weights
+OF_CLASSES = (
+    F.cross_entropy, F.nll_loss, torch.ops.recast.cross_entropy.default,
+    torch.ops.recast.linear_cross_entropy.default,
+)  # fmt: skip
+_INTO = ("index_add_", "index_add", "index_copy_", "index_put_", "setitem", "output")
+
+
+def chooses(node: Node) -> bool:
+    """Whether ``node`` chooses rows, and all that is computed of them is known."""
+    return _chooses(node) and _is_known(node)
+
+
+def finds_rows(node: Node) -> bool:
+    """Whether ``node`` is ``x[index]`` of the rows of the batch, or of several for each."""
+    if not is_call(node, operator.getitem) or not _has_rows(node.args[0]):
+        return False
+    key = _first(node.args[1])
+    return isinstance(key, Node) and spec_of(key) is not None and not counts_places(key)
+
+
+def chosen(x: Any) -> bool:
+    """Whether ``x`` has a row for each that ``chooses`` takes, and no other size that varies."""
+    if _has_rows(x) or any(isinstance(n, str) for n in _shape(x)[1:]):
+        return False
+    seen, queue = set[Node](), [x] if _shape(x) else []
+    while queue:
+        node = queue.pop()
+        if _chooses(node):
+            return _is_known(node)
+        new = [n for n in node.all_input_nodes if n not in seen and _shape(n)[:1] == _shape(x)[:1]]
+        seen.update(new)
+        queue += new
+    return False
+
+
+def _shape(x: Any) -> tuple[Any, ...]:
+    spec = spec_of(x)
+    return () if spec is None else tuple(spec.shape)
+
+
+def _has_rows(x: Any) -> bool:
+    """Whether the first dimension counts the rows of the batch."""
+    return str((*_shape(x), None)[0]).endswith("B")
+
+
+def _chooses(node: Node) -> bool:
+    if is_call(node, torch.masked_select) or is_method(node, "masked_select"):
+        return _has_rows(node.args[0])
+    return finds_rows(node) and not _has_rows(node) and _finds(_first(node.args[1]))
+
+
+def _first(key: Any) -> Any:
+    return key[0] if isinstance(key, tuple) and key else key
+
+
+def _finds(key: Any) -> bool:
+    """Whether ``key`` is a mask, or the places where one is true."""
+    while isinstance(key, Node):
+        spec = spec_of(key)
+        if spec is not None and spec.dtype is torch.bool:
+            return _has_rows(key)
+        if is_call(key, torch.where, torch.nonzero) or is_method(key, "nonzero"):
+            return len(key.args) == 1 and _has_rows(key.args[0])
+        if not is_call(key, operator.getitem, torch.squeeze) and not is_method(key, "squeeze"):
+            return False
+        key = key.args[0]
+    return False
+
+
+def _is_known(node: Node) -> bool:
+    """Whether nothing but sums and means is computed along the rows of ``node``."""
+    seen, queue = {node}, [node]
+    while queue:
+        for user in queue.pop().users:
+            name = name_of(user)
+            if name in ("mean", "sum", *_INTO) or "reduction" in user.kwargs:
+                continue
+            if is_call(user, *OF_CLASSES):
+                continue
+            if _shape(user)[:1] != _shape(node)[:1] or (
+                name in ALONG and not _along_others(user, name)
+            ):
+                return False
+            if user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return True
+
+
+def _along_others(node: Node, name: str) -> bool:
+    """Whether ``node`` is computed along another dimension than the first."""
+    spec = spec_of(argument(node, 0, "input"))
+    index = 2 if name in ("roll", "diff", "topk", "kthvalue", "normalize") else 1
+    dim = argument(node, index, "dim", ALONG[name])
+    return spec is not None and isinstance(dim, int) and dim % len(spec.shape) != 0

@@ -1,0 +1,188 @@
+"""What a node does along the rows of the batch, and whether that is a loss.
+
+A mean that is one number, and is only added up and scaled, is a loss: the mean over ranks is that
+of one process. One that rows read (``w / w.mean()``) or a function (``mse.log()``) is not, nor is
+any vector, nor a mean of some rows. A sum never is, but by their number: ``l.sum() / B``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.ir import Node, Spec, is_call
+from recast.rewriter.rule import resolve
+from recast.runtime.ranks.batch_of_all import (
+    all_positions,
+    counted_of_all,
+    own_block,
+    own_positions,
+    sizes_of_all,
+)
+
+from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
+from .leaf import argument, spec_of
+from .own_rows import (
+    LIKE,
+    batch_dims,
+    computes_with_rows,
+    is_sum_by_rows,
+    name_of,
+    of_other_rows,
+    rows_of,
+    sums_products,
+    why_not_mean,
+)
+
+_REDUCE = frozenset({
+    "mean", "sum", "var", "std", "amax", "amin", "max", "min", "median", "prod", "logsumexp",
+    "norm", "argmax", "argmin", "var_mean", "std_mean", "quantile",
+})  # fmt: skip
+_AT = {"norm": 2, "quantile": 2}  # the place of ``dim``, else 1
+_OF: dict[Any, str] = {getattr(torch, name): name for name in _REDUCE if hasattr(torch, name)}
+
+_KNOWN = frozenset({"mean", "sum"})  # they may be those of all ranks
+_LAYERS = nn.CrossEntropyLoss, nn.NLLLoss
+_PLACES = ("arange", "zeros", "new_zeros", "full", "zeros_like", "own_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """What a node does along the rows of the batch. ``known``: it may be done along those of all
+    ranks. ``loss``: it is one number, so nothing else is of other rows where it is not. ``sizes``:
+    the call that tells of each rank how many rows count; None: all of the batch.
+    """
+
+    what: str
+    known: bool = False
+    loss: bool = False
+    sizes: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+
+
+def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
+    """What ``node`` does along the rows of the batch; None: nothing, or it is a loss."""
+    name, made = _name(node), spec_of(node)
+    if name is None and (of_other_rows(node) or finds_rows(node)):
+        return None if chooses(node) else Mixed(name_of(node))
+    if is_sum_by_rows(node):
+        return Mixed("mean", known=True) if made is not None and made.shape else None
+    spec = spec_of(node.args[0]) if name is not None and node.args else None
+    if name is None or spec is None or not spec.shape:
+        return _of_function(node, made, root)
+    dims = _dims(node, name, len(spec.shape))
+    if chosen(node.args[0]) and dims is not None and 0 in dims:
+        sizes = (sizes_of_all, (node.args[0], 0)) if name == "mean" else None
+        return Mixed(name, name in _KNOWN, made is not None and not made.shape, sizes)
+    if dims is None or not rows_of(spec) & {*dims}:
+        return None
+    if len(rows_of(spec)) > 1:  # which are the rows?
+        one = name in _KNOWN and made is not None and not made.shape
+        return None if one else Mixed(f"{name}, perhaps,")
+    if name in _KNOWN and made is not None and not made.shape:
+        return _of_number(node, name)
+    if name == "sum" and _is_by_rows(node):
+        return None
+    return Mixed(name, known=name in _KNOWN)
+
+
+def of_places(node: Node) -> bool:
+    """Whether ``node`` depends on the places or the number of rows, which is a rank's own."""
+    if is_call(node, torch.arange, torch.eye) and batch_dims(node):
+        # as an index, or told among those of all
+        known = operator.getitem, own_positions, all_positions, own_block
+        return not all(is_call(user, *known) for user in node.users)
+    return computes_with_rows(node) and not is_sum_by_rows(node)
+
+
+def _name(node: Node) -> str | None:
+    if node.op == "call_method":
+        return str(node.target) if node.target in _REDUCE else None
+    return _OF.get(node.target) if node.op == "call_function" else None
+
+
+def _dims(node: Node, name: str, rank: int) -> list[int] | None:
+    """The dimensions that ``node`` works along; None: not told by numbers."""
+    told: Any = argument(node, _AT.get(name, 1), "dim", node.kwargs.get("axis"))
+    if told is None:
+        return [*range(rank)]
+    dims = told if isinstance(told, (tuple, list)) else (told,)
+    return [d % rank for d in dims] if all(type(d) is int for d in dims) else None
+
+
+def _of_number(node: Node, name: str) -> Mixed | None:
+    """Of a mean or a sum that is one number."""
+    if why_not_mean(node) is not None:
+        return None if _is_by_rows(node) else Mixed(name, known=True, loss=True)
+    return None if name == "mean" or _is_by_rows(node) else Mixed(name, loss=True)
+
+
+def _of_function(node: Node, made: Spec | None, root: nn.Module) -> Mixed | None:
+    if sums_products(node):
+        return None if _is_by_rows(node) else Mixed("sum", known=True)
+    few = bool(node.args) and chosen(node.args[0]) and made is not None and not made.shape
+    if not few and not _over_rows(node):
+        return None
+    if made is None or made.shape:
+        return Mixed(name_of(node))
+    loss = resolve(root, str(node.target)) if node.op == "call_module" else None
+    reduction = _option(node, "reduction", loss, root)
+    if reduction == "mean" and (is_call(node, *OF_CLASSES) or isinstance(loss, _LAYERS)):
+        return _of_classes(node, loss, root)
+    if reduction in _KNOWN:
+        by_number = Mixed("mean", True, True, (sizes_of_all, (node.args[0], 0)))
+        return by_number if few and reduction == "mean" else _of_number(node, reduction)
+    return None if why_not_mean(node) is None else Mixed(name_of(node), loss=True)
+
+
+def _of_classes(node: Node, loss: Any, root: nn.Module) -> Mixed | None:
+    """Of a mean over rows whose class counts."""
+    target: Any = node.args[1] if loss is not None else _given(node, "target")
+    spec = spec_of(target)
+    weight = _option(node, "weight", loss, root) if loss is not None else _given(node, "weight")
+    if is_call(node, torch.ops.recast.linear_cross_entropy.default):
+        weight = None  # it is the layer's
+    if (
+        spec is None
+        or spec.dtype.is_floating_point
+        or (weight is None and name_of(target) in _PLACES)
+    ):
+        return _of_number(node, "mean")
+    if loss is not None and weight is not None:
+        return Mixed("mean", loss=True)
+    ignored = loss.ignore_index if loss is not None else _given(node, "ignore_index")
+    return Mixed("mean", known=True, loss=True, sizes=(counted_of_all, (target, ignored, weight)))
+
+
+def _option(node: Node, name: str, loss: Any, root: nn.Module) -> Any:
+    """The option ``name`` of a loss: of the layer, or as it is given to the function."""
+    if loss is not None:
+        return getattr(loss, name, None)
+    given = _given(node, name)
+    known = isinstance(given, Node) and given.op == "get_attr"
+    return resolve(root, str(given.target)) if known else given
+
+
+def _given(node: Node, name: str) -> Any:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        at = {"input": 0, "target": 1}.get(name, len(node.args))
+        return argument(node, at, name)
+    names = [one.name for one in node.target._schema.arguments]
+    return argument(node, names.index(name), name) if name in names else None
+
+
+def _is_by_rows(node: Node) -> bool:
+    """Whether all that reads ``node`` divides it by the number of rows."""
+    return bool(node.users) and all(map(is_sum_by_rows, node.users))
+
+
+def _over_rows(node: Node) -> bool:
+    """Whether ``node`` is computed over the rows of the batch, or some of each sample."""
+    spec = spec_of(node.args[0] if is_call(node, operator.setitem) else node)
+    if spec is None or name_of(node) in LIKE or any(isinstance(n, str) for n in spec.shape):
+        return False
+    return any(rows_of(spec) for n in node.all_input_nodes if (spec := spec_of(n)) is not None)
