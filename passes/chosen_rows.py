@@ -40,7 +40,7 @@ def finds_rows(node: Node) -> bool:
 
 def chosen(x: Any) -> bool:
     """Whether ``x`` has a row for each that ``chooses`` takes, and no other size that varies."""
-    if _has_rows(x) or any(isinstance(n, str) for n in _shape(x)[1:]):
+    if any(isinstance(n, str) for n in _shape(x)[1:]):
         return False
     seen, queue = set[Node](), [x] if _shape(x) else []
     while queue:
@@ -66,7 +66,7 @@ def _has_rows(x: Any) -> bool:
 def _chooses(node: Node) -> bool:
     if is_call(node, torch.masked_select) or is_method(node, "masked_select"):
         return _has_rows(node.args[0])
-    return finds_rows(node) and not _has_rows(node) and _finds(_first(node.args[1]))
+    return finds_rows(node) and _finds(_first(node.args[1]))
 
 
 def _first(key: Any) -> Any:

@@ -5,7 +5,7 @@ entry                 capture_model (the whole model, else its parts), trace (on
 examples              batches, plain_model (what runs them), unread_entries (what of them is not
                       read)
 tracing               tracer, values, shapes, intercept, recording, operands, scratch, layers,
-                      calls, frames, no_grad, storages
+                      calls, frames, no_grad, storages, counted_sizes
 result                tidy, constants, proof (the graph gives the model's own results)
 checked at each call  guards, layer_shapes, dynamic_sizes, squeezes, step_loops, python_reads,
                       code_watcher, missing_attributes

@@ -26,6 +26,7 @@ from recast.rewriter.ir import KEY, Note, spec_of
 from . import frames, recording, scratch
 from .code_watcher import CodeWatcher
 from .constants import Constants
+from .counted_sizes import counted
 from .dynamic_sizes import AtMost, DynamicSizes, Held, Lengths, dynamic_sizes
 from .opaque_calls import OpaqueCall, candidates, transformed
 from .python_reads import PythonReads
@@ -81,6 +82,7 @@ class Tracer:
         self.storages: dict[fx.Node, int] = {}
         self.shapes: dict[fx.Node, torch.Size] = {}
         self.static: set[fx.Node] = set()
+        self.counted: set[fx.Node] = set()  # of which values decide the first size
         self.overwritten: set[fx.Node] = set()  # whose values in the examples are of a later node
         self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
         self.guards: list[Question] = []
@@ -157,8 +159,8 @@ class Tracer:
         if origin is None:
             origin = str(target) if kind == "call_module" else self.stack[-1]
         full = ".".join(p for p in (self.prefix, origin) if p)
-        spec = spec_of(pair[0], pair[1], self.sizes)
         self.pairs[node] = pair
+        spec = counted(node, spec_of(pair[0], pair[1], self.sizes), self.pairs, self.counted)
         if isinstance(pair[0], torch.Tensor):
             self.shapes[node] = pair[0].shape  # a later unsqueeze_ changes that of the value
         if isinstance(pair[0], torch.Tensor) and pair[0].layout is torch.strided:

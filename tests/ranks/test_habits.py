@@ -520,3 +520,33 @@ def test_a_call_of_another_form_says_what_to_do() -> None:
         assert "(label is None)" in said
         assert "arguments of the example's form in every call" in said
         assert "example=[a, b]" in said
+
+
+class Chosen(nn.Module):
+    """A loss over the rows that a mask chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 4)
+
+    def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
+        return self.table(ids).square().sum(1)[counts].mean()
+
+
+def test_a_mask_may_choose_all_rows_of_one_rank_and_none_of_another() -> None:
+    ids = torch.arange(8).view(2, 4)
+    counts = torch.tensor([[True] * 4, [False] * 4])
+    plain = Chosen()
+    plain(ids.flatten(), counts.flatten()).backward()
+
+    def one(rank: int) -> tuple[Tensor, Tensor]:
+        batch = ids[rank], counts[rank]
+        fast = recast.optimize(Chosen(), example=batch, sharding="row_wise")
+        fast(*batch).backward()
+        (weight,) = fast.parameters()
+        assert weight.grad is not None and plain.table.weight.grad is not None
+        return weight.grad.to_dense(), shards.of(weight).local(plain.table.weight.grad)  # type: ignore[union-attr]
+
+    for got, wanted in run(2, one):
+        torch.testing.assert_close(got, wanted)

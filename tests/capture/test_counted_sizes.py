@@ -1,0 +1,49 @@
+"""Sizes that values decide are not known, however many there were in the example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recast
+
+
+class Chosen(nn.Module):
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.choose = nn.Linear(6, 6), choose
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choose(self.layer(x)).square()
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda h: h[h[:, 0] < 9],
+    "none": lambda h: h[h[:, 0] > 9],
+    "selected": lambda h: torch.masked_select(h[:, 0], h[:, 0] < 9),
+    "where": lambda h: h[torch.where(h[:, 0] < 9)[0]],
+    "nonzero": lambda h: h[(h[:, 0] < 9).nonzero().squeeze(1)] * 2,
+    "unique": lambda h: torch.unique((h[:, 0] > 9).long()).float(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_number_of_chosen_rows_is_not_known(form: str) -> None:
+    fast = recast.optimize(Chosen(FORMS[form]), example=torch.randn(8, 6).clamp(-2, 2), passes=())
+    assert fast.report.captured == "whole"
+    last = [line for line in fast.report.graph_text.splitlines() if ": f32[" in line][-1]
+    assert ": f32[n" in last
+
+
+def test_rows_that_are_written_into_others_keep_the_number_of_those() -> None:
+    def sent(h: Tensor) -> Tensor:
+        out = torch.zeros_like(h)
+        out[h[:, 0] < 9] = h[h[:, 0] < 9].relu()
+        return out.index_add_(0, torch.where(h[:, 0] < 9)[0], h[h[:, 0] < 9])
+
+    fast = recast.optimize(Chosen(sent), example=torch.randn(8, 6).clamp(-2, 2), passes=())
+    last = [line for line in fast.report.graph_text.splitlines() if ": f32[" in line][-1]
+    assert ": f32[B,6]" in last
