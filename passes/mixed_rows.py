@@ -41,8 +41,10 @@ from .own_rows import (
 
 _REDUCE = frozenset({
     "mean", "sum", "var", "std", "amax", "amin", "max", "min", "median", "prod", "logsumexp",
-    "norm", "argmax", "argmin", "var_mean", "std_mean", "quantile",
+    "norm", "argmax", "argmin", "var_mean", "std_mean", "quantile", "nanmean", "nansum",
+    "nanmedian", "count_nonzero",
 })  # fmt: skip
+_SUMS = {"nansum": "sum", "count_nonzero": "sum"}
 _AT = {"norm": 2, "quantile": 2}  # the place of ``dim``, else 1
 _OF: dict[Any, str] = {getattr(torch, name): name for name in _REDUCE if hasattr(torch, name)}
 
@@ -101,8 +103,10 @@ def of_places(node: Node) -> bool:
 
 def _name(node: Node) -> str | None:
     if node.op == "call_method":
-        return str(node.target) if node.target in _REDUCE else None
-    return _OF.get(node.target) if node.op == "call_function" else None
+        name = str(node.target) if node.target in _REDUCE else None
+    else:
+        name = _OF.get(node.target) if node.op == "call_function" else None
+    return None if name is None else _SUMS.get(name, name)
 
 
 def _dims(node: Node, name: str, rank: int) -> list[int] | None:

@@ -62,6 +62,7 @@ ROWS: dict[str, Form] = {
     "sums by hand": lambda u, v, ids: ((u - u.sum(0) / u.size(0)) * v).sum(1),
     "covariance by hand": lambda u, v, ids: (u @ (u.t() @ v / (2 * u.size(0)))).sum(1),
     "counts": lambda u, v, ids: u.sum(1) / (ids > 2).sum(),
+    "counts of others": lambda u, v, ids: u.sum(1) / torch.count_nonzero(ids),
 }
 
 
@@ -143,6 +144,7 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "sum": (lambda u, v, ids: (u * v).sum(), {"sum"}),
     "sum of rows": (lambda u, v, ids: (u * v).sum(1).sum(0), {"sum"}),
     "statistics": (lambda u, v, ids: u.sum(1) + torch.cov(u.t()).sum(), {"cov"}),
+    "numbers": (lambda u, v, ids: (u * v).nanmean(), {"nanmean"}),
     "first": (lambda u, v, ids: (u - v[0]).sum(1), {"getitem"}),
     "order of chosen": (lambda u, v, ids: u.sum(1) + u[ids > 1].cumsum(0).mean(), {"getitem"}),
     "counted into": (
