@@ -27,14 +27,14 @@ from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
 from recast.runtime.embedding import precision_table
 from recast.runtime.ranks import collectives, faults, faults_agree, shards
-from recast.runtime.ranks.batch_of_all import batch_of_all, mean_of_all, sum_of_all
+from recast.runtime.ranks.batch_of_all import batch_of_all, own_means
 from recast.runtime.ranks.draws_global import draw_global_, multinomial_global
 from recast.runtime.ranks.shards import ShardedTable
 
 from . import check as spread_check
 
 # calls by which a graph computes on the batches of all ranks, in eval mode too
-_OF_ALL = {draw_global_, multinomial_global, batch_of_all, mean_of_all, sum_of_all}
+_OF_ALL = {draw_global_, multinomial_global, batch_of_all}
 _UNSOUGHT = (
     "no node is looked for on several ranks; recast.diff(plain, recast.optimize(plain,"
     " example=batch), batch) on one process names it"
@@ -63,7 +63,8 @@ def diff(
 
     ``plain`` is a whole model, or the one whose tables ``optimize`` sharded: then it is made whole
     again on every rank while this runs. With a ``wire`` below fp32 the two differ by its rounding.
-    Where ``fast`` has tables below float32, see :func:`recast.diff`.
+    Means and sums over the batch are compared as those of each rank's rows, on both sides. Where
+    ``fast`` has tables below float32, see :func:`recast.diff`.
 
     Raises:
         UsageError: what depends on the batches of all ranks is to be compared in train mode, tables
@@ -84,7 +85,7 @@ def diff(
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     modes = (False, True) if training else (False,)
     whole = _whole(plain, fast, stored)
-    with model_runs.undisturbed(whole, fast) as restore:
+    with own_means(), model_runs.undisturbed(whole, fast) as restore:
         each = _OnRanks(
             whole, fast, batches, steps, seed, loss, make, limits, report, modes, own=None
         )

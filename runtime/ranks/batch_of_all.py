@@ -16,6 +16,9 @@ process groups each of these is what one process computes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -28,6 +31,23 @@ from recast.runtime.ranks import call_mode, collectives
 from recast.runtime.ranks.sums import gathered
 
 _WHAT = "all_to_all of the batch's rows"
+_HERE = local()
+
+
+@contextmanager
+def own_means() -> Iterator[None]:
+    """While it runs, means and sums on this thread are those of this rank's rows, as the plain
+    model has them of this rank's batch.
+    """
+    _HERE.own = True
+    try:
+        yield
+    finally:
+        _HERE.own = False
+
+
+def _alone(of: Tensor) -> bool:
+    return collectives.ranks() == 1 or of.is_meta or getattr(_HERE, "own", False)
 
 
 @_disable_dynamo
@@ -47,7 +67,7 @@ def counted_of_all(target: Tensor, ignore_index: int, weight: Tensor | None = No
     """
     counts = target != ignore_index
     own = counts.sum() if weight is None else weight.detach()[target[counts]].sum()
-    if collectives.ranks() == 1 or target.is_meta:
+    if _alone(target):
         return own.unsqueeze(0)
     call_mode.exchange_once()
     return gathered(own, what="all_gather of sizes").cpu()
@@ -80,7 +100,7 @@ def mean_of_all(mean: Tensor, sizes: Tensor) -> Tensor:
     """The mean over the rows of all ranks, of the ``mean`` over this rank's; ``sizes``: by how many
     rows each has, or the sum of their weights. A collective, also in the backward pass.
     """
-    if collectives.ranks() == 1 or mean.is_meta:
+    if _alone(mean):
         return mean
     own, total = sizes[collectives.rank()].item(), sizes.sum().item()
     if own == 0 < total:  # it is no number
@@ -94,7 +114,7 @@ def sum_of_all(sum: Tensor, sizes: Tensor) -> Tensor:
     """The sum over the rows of all ranks, of the ``sum`` over this rank's, of any dtype. A
     collective, also in the backward pass. ``sizes``: exchanged before it, and not read.
     """
-    if collectives.ranks() == 1 or sum.is_meta:
+    if _alone(sum):
         return sum
     result: Tensor = _SumOfAll.apply(sum)
     return result

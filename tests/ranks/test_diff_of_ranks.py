@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from every import COLUMNS, Every, batch, planned
-from harness import processes
+from harness import processes, run
 from torch import nn
 
 import recast
@@ -96,6 +96,35 @@ class Normed(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.norm(self.rows(ids))
         return out
+
+
+class Averaged(nn.Module):
+    """Means and sums over the batch that are of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Embedding(40, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.rows(ids))
+        shares = x.softmax(1)
+        loss = nn.functional.cross_entropy(x, torch.where(ids % 3 > 0, ids % 3, -100))
+        return loss + shares.mean(0).square().sum() + x[ids > 9].square().mean() / x.square().sum()
+
+
+def test_means_over_the_batch_are_compared_as_each_ranks_own() -> None:
+    model = Averaged()
+
+    def rank_of(rank: int) -> tuple[bool, str]:
+        ids = torch.arange(6) + 7 * rank
+        fast = recast.optimize(copy.deepcopy(model), example=ids, sharding="row_wise")
+        # Not in train mode, whose random numbers threads share.
+        report = recast.diff(copy.deepcopy(model), fast, ids, training=False, steps=0)
+        return report.ok, fast.report.graph_text
+
+    for ok, graph in run(2, rank_of):
+        assert ok
+        assert "mean_of_all" in graph and "sum_of_all" in graph and "counted_of_all" in graph
 
 
 def test_what_it_cannot_compare_is_refused() -> None:
