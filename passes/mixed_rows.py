@@ -19,14 +19,14 @@ from recast.rewriter.ir import Node, Spec, is_call
 from recast.rewriter.rule import resolve
 from recast.runtime.ranks.batch_of_all import (
     all_positions,
-    counted_of_all,
     own_block,
     own_positions,
     sizes_of_all,
 )
+from recast.runtime.ranks.means_of_all import counted_of_all
 
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
-from .leaf import argument, spec_of
+from .leaf import argument, extra, spec_of
 from .own_rows import (
     LIKE,
     batch_dims,
@@ -57,13 +57,15 @@ _PLACES = ("arange", "zeros", "new_zeros", "full", "zeros_like", "own_positions"
 class Mixed:
     """What a node does along the rows of the batch. ``known``: it may be done along those of all
     ranks. ``loss``: it is one number, so nothing else is of other rows where it is not. ``sizes``:
-    the call that tells of each rank how many rows count; None: all of the batch.
+    the call that tells of each rank how many rows count; None: all of the batch. ``variance``: the
+    dimensions, the correction and ``keepdim`` of one.
     """
 
     what: str
     known: bool = False
     loss: bool = False
     sizes: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    variance: tuple[list[int], float, bool] | None = None
 
 
 def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
@@ -89,7 +91,8 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
         return _of_number(node, name)
     if name == "sum" and _is_by_rows(node):
         return None
-    return Mixed(name, known=name in _KNOWN)
+    variance = _variance(node, dims) if name in ("var", "std") else None
+    return Mixed(name, known=name in _KNOWN or variance is not None, variance=variance)
 
 
 def of_places(node: Node) -> bool:
@@ -116,6 +119,17 @@ def _dims(node: Node, name: str, rank: int) -> list[int] | None:
         return [*range(rank)]
     dims = told if isinstance(told, (tuple, list)) else (told,)
     return [d % rank for d in dims] if all(type(d) is int for d in dims) else None
+
+
+def _variance(node: Node, dims: list[int]) -> tuple[list[int], float, bool] | None:
+    """The dimensions, the correction and ``keepdim`` of a variance; None: not told by name."""
+    if extra(node, 2, "dim", "axis", "correction", "unbiased", "keepdim"):
+        return None
+    correction = node.kwargs.get("correction", node.kwargs.get("unbiased", 1))
+    keepdim = node.kwargs.get("keepdim", False)
+    if not isinstance(correction, (bool, int, float)) or not isinstance(keepdim, bool):
+        return None
+    return dims, float(correction), keepdim
 
 
 def _of_number(node: Node, name: str) -> Mixed | None:

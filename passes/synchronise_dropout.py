@@ -20,19 +20,14 @@ from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, items, note
 from recast.rewriter.report.journal import Missed
 from recast.runtime.layers.drawn_dropout import drawn_dropout
 from recast.runtime.layers.field_attention import attention_weights, weighted
-from recast.runtime.ranks.batch_of_all import (
-    batch_of_all,
-    counted_of_all,
-    mean_of_all,
-    sizes_of_all,
-    sum_of_all,
-)
+from recast.runtime.ranks.batch_of_all import batch_of_all, sizes_of_all
 from recast.runtime.ranks.draws_global import (
     draw_global_,
     multinomial_global,
     random_state,
     refuse_drawn,
 )
+from recast.runtime.ranks.means_of_all import OF_ALL
 from recast.runtime.refusal import refuse
 
 from .batch_dimension import UNKNOWN, counts
@@ -48,7 +43,7 @@ _RELU_DROPOUT = torch.ops.recast.relu_dropout.default
 _DROPOUT = torch.ops.recast.dropout_global.default
 _COLLECTIVE = (
     MLP, _DROPOUT, ROWS, draw_global_, multinomial_global, sizes_of_all, batch_of_all,
-    mean_of_all, sum_of_all, counted_of_all, torch.ops.recast.batch_norm_global.default,
+    *OF_ALL, torch.ops.recast.batch_norm_global.default,
 )  # fmt: skip
 _ATTENTION = torch.ops.recast.field_attention.default
 

@@ -1,10 +1,12 @@
-"""For several ranks: means and sums over the rows of the batch, as of a load that experts share.
+"""For several ranks: means, sums and variances over the rows of the batch, as of a load that
+experts share.
 
     p.mean(0), x.T @ y          =>  mean_of_all(p.mean(0), sizes), sum_of_all(x.T @ y, sizes)
     l.sum() / mask.sum()        =>  sum_of_all(l.sum(), sizes) / sum_of_all(mask.sum(), sizes)
-    x.roll(1, 0), x.std(0)      told: of each rank's own rows, as under DistributedDataParallel
+    x.std(0)                    =>  variance_of_all(x, sizes, [0], 1, False, True)
+    x.roll(1, 0), x.amax(0)     told: of each rank's own rows, as under DistributedDataParallel
 
-They are those of the global batch where nothing else mixes rows: beside others, as a variance, they
+They are those of the global batch where nothing else mixes rows: beside others, as an order, they
 would be of other rows than those. What is a loss, and what is not: ``mixed_rows``.
 """
 
@@ -19,7 +21,7 @@ import torch
 from recast.rewriter.ir import Graph, Node, Spec, annotate, note
 from recast.rewriter.order import declare_random
 from recast.rewriter.report.journal import Missed
-from recast.runtime.ranks.batch_of_all import counted_of_all, mean_of_all, sum_of_all
+from recast.runtime.ranks.means_of_all import OF_ALL, mean_of_all, sum_of_all, variance_of_all
 
 from .mixed_rows import Mixed, mixed_rows, of_places
 from .synchronise import Writer, fired
@@ -28,20 +30,21 @@ from .synchronise_pairs import sizes_before
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
-_OF_ALL: dict[str, Callable[..., Any]] = {"mean": mean_of_all, "sum": sum_of_all}
+_OF_ALL: dict[str, Callable[..., Any]] = {
+    "mean": mean_of_all, "sum": sum_of_all, "var": variance_of_all, "std": variance_of_all,
+}  # fmt: skip
 _TRIES = ("a loss for each row, and their mean",)
 
-declare_random(mean_of_all)  # they keep their places
-declare_random(sum_of_all)
-declare_random(counted_of_all)
+for _collective in OF_ALL:
+    declare_random(_collective)  # it keeps its place
 
 
 @dataclass(frozen=True)
 class SynchroniseMeans:
     """p.mean(0) => mean_of_all(p.mean(0), sizes_of_all(p)), and sums alike
 
-    For more than one rank: means and sums over the rows of the batch that are no loss are of all
-    ranks'. If something else mixes rows (a variance, a sort, a shift), all are of each rank's own,
+    For more than one rank: means, sums and variances over the rows of the batch that are no loss
+    are of all ranks'. If something else mixes rows (a sort, a shift), all are of each rank's own,
     and the report says so.
     """
 
@@ -60,14 +63,22 @@ class SynchroniseMeans:
             self._miss(node, mixed[node], context)
         todo = todo[: context.fuel_left()]
         for node in todo:
-            what, writer = mixed[node].what, Writer(node, self.name)
-            with graph.inserting_after(node):
-                made = graph.call_function(_OF_ALL[what], (node, self._sizes(node, mixed[node])))
-            writer.stamped(made)
+            made, what = self._of_all(node, mixed[node]), mixed[node].what
             annotate(made, spec=note(node).spec)
             node.replace_all_uses_with(made, lambda user, own=made: user is not own)
+            if not node.users:  # a variance, of which nothing is taken
+                graph.erase_node(node)
             fired(made, f"{what} over the rows of the global batch", self.name, context)
         return len(todo)
+
+    def _of_all(self, node: Node, found: Mixed) -> Node:
+        """The call that stands for ``node``."""
+        sizes, target = self._sizes(node, found), _OF_ALL[found.what]
+        args: tuple[Any, ...] = node, sizes
+        if found.variance is not None:
+            args = node.args[0], sizes, *found.variance, found.what == "std"
+        with node.graph.inserting_after(node):
+            return Writer(node, self.name).stamped(node.graph.call_function(target, args))
 
     def _sizes(self, node: Node, found: Mixed) -> Node:
         if found.sizes is None:

@@ -27,8 +27,9 @@ from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
 from recast.runtime.embedding import precision_table
 from recast.runtime.ranks import collectives, faults, faults_agree, shards
-from recast.runtime.ranks.batch_of_all import batch_of_all, own_means
+from recast.runtime.ranks.batch_of_all import batch_of_all
 from recast.runtime.ranks.draws_global import draw_global_, multinomial_global
+from recast.runtime.ranks.means_of_all import own_means
 from recast.runtime.ranks.shards import ShardedTable
 
 from . import check as spread_check

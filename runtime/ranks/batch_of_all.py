@@ -16,9 +16,6 @@ process groups each of these is what one process computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import local
 from typing import Any
 
 import torch
@@ -31,23 +28,6 @@ from recast.runtime.ranks import call_mode, collectives
 from recast.runtime.ranks.sums import gathered
 
 _WHAT = "all_to_all of the batch's rows"
-_HERE = local()
-
-
-@contextmanager
-def own_means() -> Iterator[None]:
-    """While it runs, means and sums on this thread are those of this rank's rows, as the plain
-    model has them of this rank's batch.
-    """
-    _HERE.own = True
-    try:
-        yield
-    finally:
-        _HERE.own = False
-
-
-def _alone(of: Tensor) -> bool:
-    return collectives.ranks() == 1 or of.is_meta or getattr(_HERE, "own", False)
 
 
 @_disable_dynamo
@@ -58,19 +38,6 @@ def sizes_of_all(input: Tensor, dim: int) -> Tensor:
         return torch.tensor([own])
     call_mode.exchange_once()
     return gathered(torch.tensor(own, device=input.device), what="all_gather of sizes").cpu()
-
-
-@_disable_dynamo
-def counted_of_all(target: Tensor, ignore_index: int, weight: Tensor | None = None) -> Tensor:
-    """(W,) on the CPU: of each rank, how many of the classes ``target`` are not ``ignore_index``,
-    or the sum of their ``weight``. A collective.
-    """
-    counts = target != ignore_index
-    own = counts.sum() if weight is None else weight.detach()[target[counts]].sum()
-    if _alone(target):
-        return own.unsqueeze(0)
-    call_mode.exchange_once()
-    return gathered(own, what="all_gather of sizes").cpu()
 
 
 @_disable_dynamo
@@ -93,31 +60,6 @@ def batch_of_all(input: Tensor, sizes: Tensor, dim: int) -> Tensor:
         )
     whole: Tensor = _BatchOfAll.apply(input, counts, dim)
     return whole
-
-
-@_disable_dynamo
-def mean_of_all(mean: Tensor, sizes: Tensor) -> Tensor:
-    """The mean over the rows of all ranks, of the ``mean`` over this rank's; ``sizes``: by how many
-    rows each has, or the sum of their weights. A collective, also in the backward pass.
-    """
-    if _alone(mean):
-        return mean
-    own, total = sizes[collectives.rank()].item(), sizes.sum().item()
-    if own == 0 < total:  # it is no number
-        mean = mean.nan_to_num(0.0)
-    result: Tensor = _SumOfAll.apply(mean * (own / total if total else 0.0))
-    return result
-
-
-@_disable_dynamo
-def sum_of_all(sum: Tensor, sizes: Tensor) -> Tensor:
-    """The sum over the rows of all ranks, of the ``sum`` over this rank's, of any dtype. A
-    collective, also in the backward pass. ``sizes``: exchanged before it, and not read.
-    """
-    if _alone(sum):
-        return sum
-    result: Tensor = _SumOfAll.apply(sum)
-    return result
 
 
 def own_positions(positions: Tensor, sizes: Tensor) -> Tensor:
@@ -202,25 +144,6 @@ class _OwnOfSum(torch.autograd.Function):
     @one_at_a_time
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _BatchOfAll.apply(grad, ctx.counts, ctx.dim), None, None
-
-
-class _SumOfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        return _summed(part)
-
-    @staticmethod
-    @one_at_a_time
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _SumOfAll.apply(grad)
-
-
-def _summed(part: Tensor) -> Tensor:
-    """Σ over ranks, in their order: the same bits on all."""
-    parts = gathered(part, what="all_gather of means")
-    if part.dtype.is_floating_point:
-        parts = parts.to(torch.promote_types(part.dtype, torch.float32))
-    return parts.sum(0).to(part.dtype)
 
 
 def _exchanged(flat: Tensor, like: Tensor, there: list[int], back: list[int]) -> Tensor:

@@ -54,6 +54,11 @@ ROWS: dict[str, Form] = {
     "of places": of_places,
     "a function": lambda u, v, ids: (u - torch.mean(v, 0)).square().sum(1),
     "by name": lambda u, v, ids: (u - v.mean(axis=-2)).square().sum(1),
+    "variance": lambda u, v, ids: ((u - u.mean(0)) / (u.std(0) + v.var(dim=0))).sum(1),
+    "variance of all": lambda u, v, ids: u.sum(1) * torch.var(v, unbiased=False),
+    "deviation kept": lambda u, v, ids: (
+        u / torch.std(torch.stack([u, v, v], 1), (0, 2), correction=0, keepdim=True)[0, 0]
+    ).sum(1),
     "one number": lambda u, v, ids: (u / v.square().mean()).sum(1),
     "of a function": lambda u, v, ids: u.sum(1) * F.mse_loss(u, v).log1p(),
     "sums": lambda u, v, ids: u.sum(1) * v.sum(0).square().sum(),
@@ -140,7 +145,8 @@ def written(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
 
 
 LEFT: dict[str, tuple[Form, set[str]]] = {
-    "variance": (lambda u, v, ids: ((u - u.mean(0)) / u.std(0)).sum(1), {"mean", "std"}),
+    "greatest": (lambda u, v, ids: ((u - u.mean(0)) / u.amax(0)).sum(1), {"mean", "amax"}),
+    "a variance by place": (lambda u, v, ids: (u * v.var(0, False)).sum(1), {"var"}),
     "sum": (lambda u, v, ids: (u * v).sum(), {"sum"}),
     "sum of rows": (lambda u, v, ids: (u * v).sum(1).sum(0), {"sum"}),
     "statistics": (lambda u, v, ids: u.sum(1) + torch.cov(u.t()).sum(), {"cov"}),
@@ -155,7 +161,7 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "shift": (lambda u, v, ids: (u * v.roll(1, 0)).sum(1), {"roll"}),
     "order": (lambda u, v, ids: u.sum(1).sort()[0] + v.topk(1, dim=0)[0].sum(), {"sort", "topk"}),
     "softmax": (lambda u, v, ids: u.sum(1).softmax(0) + v.mean(0).sum(), {"softmax", "mean"}),
-    "covariance": (lambda u, v, ids: ((u.t() @ v) / u.std(0)).sum() * u.sum(1), {"sum", "std"}),
+    "covariance": (lambda u, v, ids: ((u.t() @ v) / u.amax(0)).sum() * u.sum(1), {"sum", "amax"}),
     "number": (lambda u, v, ids: u.sum(1) + (v.mean(0) * v.size(0)).sum(), {"mean"}),
     "places": (
         lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(), {"mean"}
@@ -164,7 +170,7 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: torch.nn.functional.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
         {"normalize", "mean"},
     ),
-    "greatest": (lambda u, v, ids: u.sum(1) - u.max(), {"max"}),
+    "greatest of all": (lambda u, v, ids: u.sum(1) - u.max(), {"max"}),
 }  # fmt: skip
 
 
