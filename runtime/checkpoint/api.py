@@ -70,7 +70,8 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: something else is at ``path``, or it cannot be written.
+        CheckpointError: something else is at ``path``; it cannot be written; another save wrote it
+            at the same time, and was done first: that one is there, whole.
         UsageError: ``path`` is not a path; ``keep`` without ``step``; a parameter of ``optimizer``
             that is not ``model``'s; an ``extra`` with values of another kind; ranks that were given
             different paths, steps or kinds of optimizer; the process group of a spread model is
@@ -92,7 +93,7 @@ def save(
     values = {"extra": extra, **content.merge(ranks.gather(kept.values))}
     facts = content.merge(ranks.gather(kept.facts))
     rest = ranks.together(lambda: content.serialise(values) if ranks.rank == 0 else b"")
-    folder = ranks.first(lambda: files.begin(place))
+    folder, standing = ranks.first(lambda: files.begin(place))
     try:
         ranks.together(lambda: _check_seen(folder, ranks.rank))
         with _named("written", folder), faults.collective("checkpoint"):
@@ -105,7 +106,7 @@ def save(
             "torch": torch.__version__,
             "files": content.merge(ranks.gather(own)),
         }
-        ranks.first(lambda: files.commit(folder, place, manifest))
+        ranks.first(lambda: files.commit(folder, place, manifest, standing))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

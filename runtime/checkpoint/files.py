@@ -3,11 +3,13 @@ read.
 
 ``manifest.json`` is written last and names every other file with its size and SHA-256. A folder
 without it was never finished. Whatever is being written, replaced or removed has a name that starts
-with a dot, so after a crash at any moment ``find`` still finds the last good checkpoint.
+with a dot, so after a crash at any moment ``find`` still finds the last good checkpoint. Those of
+one save name its process, so that of two saves to one path neither removes what the other needs.
 """
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -17,6 +19,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ FORMAT, VERSION = "recast-checkpoint", 1
 MANIFEST = "manifest.json"
 REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
 _STEP = re.compile(r"step-(\d{10,})")
+_OWNER = re.compile(r"\.(?:saving|previous)-(\w+)-(\d+)-\w+$")  # machine and pid of a save
 _CHUNK = 1 << 22
 _LITTLE = 1 << 20  # bytes: a disk with less free space counts as full
 _SILENT = 3600.0  # seconds without a write after which a save elsewhere counts as given up
@@ -68,13 +72,17 @@ def target(path: Path, step: int | None, keep: int | None) -> Path:
 
 
 def _ours(place: Path) -> bool:
-    return (place / MANIFEST).exists() or not any(place.iterdir())
+    try:
+        return (place / MANIFEST).exists() or not any(place.iterdir())
+    except FileNotFoundError:  # another save is replacing it
+        return True
 
 
-def begin(place: Path) -> Path:
-    """A new folder beside ``place``. Removes what an earlier crash has left there, but nothing that
-    another process may still be writing.
+def begin(place: Path) -> tuple[Path, bytes | None]:
+    """A new folder beside ``place``, and what stands there now: see :func:`commit`. Removes what an
+    earlier crash has left, but nothing that another process may still be writing.
     """
+    standing = _standing(place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -89,14 +97,22 @@ def begin(place: Path) -> Path:
         folder.mkdir()
     except OSError as error:
         raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
-    return folder
+    return folder, standing
+
+
+def _standing(place: Path) -> bytes | None:
+    """The manifest at ``place``, by which a checkpoint is known; None if there is none."""
+    try:
+        return (place / MANIFEST).read_bytes()
+    except OSError:
+        return None
 
 
 def _given_up(folder: Path) -> bool:
     """Whether the process that began a save is gone, or, as one elsewhere cannot be asked, has
     written nothing for long.
     """
-    owner = re.search(r"\.saving-(\w+)-(\d+)-\w+$", folder.name)
+    owner = _OWNER.search(folder.name)
     if owner and owner[1] == _machine() and not Path("/proc", owner[2]).exists():
         return True
     try:
@@ -117,9 +133,13 @@ def _machine() -> str:
     return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:8]
 
 
-def commit(folder: Path, place: Path, manifest: dict[str, Any]) -> None:
+def commit(folder: Path, place: Path, manifest: dict[str, Any], standing: bytes | None) -> None:
     """Write the manifest and move ``folder`` to ``place``. At every moment a good checkpoint is
     there.
+
+    Raises:
+        CheckpointError: at ``place`` is another checkpoint than ``standing``, the one that
+            :func:`begin` saw: of two saves at a time the first stays.
     """
     manifest = {**manifest, "format": FORMAT, "version": VERSION}
     with open(folder / MANIFEST, "w") as file:
@@ -127,23 +147,57 @@ def commit(folder: Path, place: Path, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync(folder)
-    previous = _previous(place)
-    if place.exists():
+    previous = place.parent / folder.name.replace(".saving-", ".previous-")
+    try:
+        with suppress(FileNotFoundError):
+            os.rename(place, previous)
+        if previous.exists() and _standing(previous) != standing:
+            raise _overtaken(place)
+        _move(folder, place)
+    except BaseException:
+        with suppress(OSError):  # there is a newer one, or nothing was moved
+            os.rename(previous, place)
         shutil.rmtree(previous, ignore_errors=True)
-        os.rename(place, previous)
-    os.rename(folder, place)
+        raise
     _sync(place.parent)
     shutil.rmtree(previous, ignore_errors=True)
+    _clear(place.parent, glob.escape(place.name))
+
+
+def _move(folder: Path, place: Path) -> None:
+    try:
+        os.rename(folder, place)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # it was put there a moment ago
+            raise _overtaken(place) from error
+        raise
+
+
+def _overtaken(place: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{place} is not saved: another save was writing there at the same time",
+        why="it was done first, and its checkpoint is whole; the two are not mixed",
+        tries=(
+            "one save at a time, or a path for each",
+            "in the ranks of one model: dist.init_process_group before",
+        ),
+    )
+
+
+def _clear(path: Path, name: str) -> None:
+    """Remove what crashed saves moved away, as there is a complete one of that ``name`` now."""
+    for left in filter(_given_up, path.glob(f".{name}.previous*")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def prune(path: Path, keep: int) -> None:
     """Remove all steps in ``path`` but the last ``keep``."""
     for place in _steps(path)[:-keep]:
         gone = place.parent / f".{place.name}.removed"
-        os.rename(place, gone)
+        with suppress(FileNotFoundError):  # another save removed it
+            os.rename(place, gone)
         shutil.rmtree(gone, ignore_errors=True)
-    for left in path.glob(".step-*.previous"):  # by a crash; there are complete steps now
-        shutil.rmtree(left, ignore_errors=True)
+    _clear(path, "step-*")
 
 
 def find(path: Path) -> Path:
@@ -153,7 +207,7 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for place in (path, *_last_first(path), _previous(path)):
+    for place in (path, *_last_first(path), *_previous(path)):
         if (place / MANIFEST).exists():
             return place
     if not path.exists():
@@ -194,11 +248,20 @@ def _last_first(path: Path) -> Iterator[Path]:
     found = {(int(m[1]), m[0]) for p in path.glob("*step-*") if (m := _STEP.search(p.name))}
     for _, name in sorted(found, reverse=True):
         yield path / name
-        yield _previous(path / name)
+        yield from _previous(path / name)
 
 
-def _previous(place: Path) -> Path:
-    return place.parent / f".{place.name}.previous"
+def _previous(place: Path) -> list[Path]:
+    """What saves to ``place`` have moved away, the newest first."""
+
+    def saved(moved: Path) -> float:
+        try:
+            return (moved / MANIFEST).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    moved = place.parent.glob(f".{glob.escape(place.name)}.previous*")
+    return sorted(moved, key=saved, reverse=True)
 
 
 # --- what is in it -------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_leftovers_are_those_of_the_very_name(tmp_path: Path) -> None:
 def test_what_others_are_writing_stays(tmp_path: Path) -> None:
     """Two runs share a folder: neither takes the unfinished save of the other for a leftover."""
     place = tmp_path / "step-0000000001"
-    own = files.begin(place)
+    own, _ = files.begin(place)
     elsewhere = place.with_name(f".{place.name}.saving-0abc-1-2")
     elsewhere.mkdir()
     (elsewhere / "__0_0.distcp").touch()
