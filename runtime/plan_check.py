@@ -33,6 +33,10 @@ def check(plan: Plan, tables: Sequence[Table] | None = None) -> None:
             tries=(AGAIN,),
         )
     known = {t.name: t for t in plan.tables}
+    if len(known) < len(plan.tables):
+        names = [t.name for t in plan.tables]
+        double = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"two tables are named {double!r} in the plan", tries=(AGAIN,))
     placed = [p.table for p in plan.placements]
     twice = (
         sorted({name for name in placed if placed.count(name) > 1})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
@@ -14,19 +12,17 @@ import torch
 
 from recast.errors import UsageError
 
+from . import json_text
 from .plan import SHARDING_TYPES, VERSION, Load, Placement, Plan, Shard, Table, Why
 from .topology import Topology
 
 T = TypeVar("T")
+_MOST = 2**63 - 1  # of torch's sizes
 
 
 def read(text: str) -> Plan:
     """Read the plan that ``Plan.to_json`` wrote. Raises UsageError if ``text`` is not a plan."""
-    try:
-        data = json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise UsageError("the plan is not JSON", why=str(error)) from error
-    whole = _Object(data, "plan", None)
+    whole = _Object(json_text.read(text, "the plan"), "plan", None)
     version = whole.number("version", int)
     if version != VERSION:
         raise UsageError(
@@ -45,15 +41,21 @@ def read(text: str) -> Plan:
         cost=whole.maybe("cost"),
         lower_bound=whole.maybe("lower_bound"),
         loads=whole.list("loads", _load, ()),
-        reserved=whole.number("reserved", int, 0),
-        notes=whole.list("notes", lambda value, path: str(value), ()),
+        reserved=whole.number("reserved", int, 0, least=0),
+        notes=whole.list("notes", _note, ()),
         version=version,
     )
 
 
+def _note(data: Any, path: str) -> str:
+    if not isinstance(data, str):
+        raise UsageError(f"{path}: {json_text.shown(data)}", why="it should be a text")
+    return data
+
+
 def _table(data: Any, path: str) -> Table:
     t = _Object(data, path, Table)
-    name, rows, dim = t.text("name"), t.number("rows", int), t.number("dim", int)
+    name, rows, dim = t.text("name"), t.number("rows", int, least=0), t.number("dim", int, least=0)
     dtype = t.text("dtype")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UsageError(f"{path}.dtype: {dtype!r}", why="it should be a dtype of torch: 'float32'")
@@ -78,8 +80,8 @@ def _placement(data: Any, path: str) -> Placement:
         shards=p.list("shards", _shard),
         memory=memory,
         why=None if why is None else _why(why, f"{path}.why"),
-        state_bytes=p.number("state_bytes", float, 0.0),
-        stored_row=p.maybe("stored_row"),
+        state_bytes=p.number("state_bytes", float, 0.0, least=0),
+        stored_row=p.maybe("stored_row", least=0),
     )
 
 
@@ -119,7 +121,7 @@ class _Object:
 
     def __init__(self, data: Any, path: str, kind: type | None) -> None:
         if not isinstance(data, dict):
-            raise UsageError(f"{path}: it should be an object, not {_short(data)}")
+            raise UsageError(f"{path}: it should be an object, not {json_text.shown(data)}")
         self.data, self.path = data, path
         if kind is not None:
             self.has_only(kind)
@@ -142,28 +144,34 @@ class _Object:
             return default
         value = self.data[name]
         if not fits(value):
-            raise UsageError(f"{self.path}.{name}: {_short(value)}", why=f"it should be {due}")
+            raise UsageError(
+                f"{self.path}.{name}: {json_text.shown(value)}", why=f"it should be {due}"
+            )
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         found: str = self._get(name, default, lambda v: isinstance(v, str), "a text")
         return found
 
-    def number(self, name: str, kind: type[T], default: T | None = None) -> T:
+    def number(
+        self, name: str, kind: type[T], default: T | None = None, *, least: int | None = None
+    ) -> T:
         def fits(v: Any) -> bool:
-            if kind is int:
-                return type(v) is int
-            return type(v) in (int, float) and abs(v) <= sys.float_info.max
+            if type(v) is not int and (kind is int or type(v) is not float):
+                return False
+            most = _MOST if kind is int else sys.float_info.max
+            return -most <= v <= most if least is None else least <= v <= most
 
         due = "a whole number" if kind is int else "a finite number"
+        due += "" if least is None else f" of at least {least}"
         return kind(self._get(name, default, fits, due))  # type: ignore[call-arg]
 
     def flag(self, name: str) -> bool:
         found: bool = self._get(name, False, lambda v: isinstance(v, bool), "true or false")
         return found
 
-    def maybe(self, name: str) -> float | None:
-        return None if self.data.get(name) is None else self.number(name, float)
+    def maybe(self, name: str, *, least: int | None = None) -> float | None:
+        return None if self.data.get(name) is None else self.number(name, float, least=least)
 
     def pair(self, name: str) -> tuple[int, int]:
         def fits(v: Any) -> bool:
@@ -181,17 +189,3 @@ class _Object:
             if (name in self.data)
             else tuple(values)
         )
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of two values of one name Python would keep the last."""
-    names = Counter(name for name, _ in pairs)
-    twice = [name for name, times in names.items() if times > 1]
-    if twice:
-        raise UsageError(f"the plan says {twice[0]!r} twice", why="only one of them can be meant")
-    return dict(pairs)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 40 else text[:37] + "..."

@@ -6,20 +6,21 @@ reached. ``"dgx-a100x16"`` is the preset ``dgx-a100`` with 16 ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from recast.errors import UsageError
 
+from . import json_text
+
 GB, GIB = 10**9, 2**30
+MOST_RANKS = 2**16  # more than any machine has: a slip of the keyboard, which would plan for hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,17 @@ class Topology:
     latency: float = 2e-5  # of one collective
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise UsageError(f"topology {self.name!r}: its name is no text")
         counts = {"ranks": self.ranks, "hosts": self.hosts}
-        wrong = [f"{k}={v}" for k, v in counts.items() if not isinstance(v, int) or v < 1]
+        wrong = [f"{k}={v}" for k, v in counts.items() if not _count(v)]
         rates = {f.name: getattr(self, f.name) for f in fields(self)[3:]}
         wrong += [f"{k}={v}" for k, v in rates.items() if not _positive(v, k == "host_memory")]
         if wrong:
             raise UsageError(
                 f"topology {self.name}: {', '.join(wrong)}",
-                why="counts are at least 1, memory and rates more than 0",
+                why=f"counts are whole numbers from 1 to {MOST_RANKS:,}, memory and rates finite"
+                " numbers of more than 0",
             )
         if self.ranks % self.hosts:
             raise UsageError(
@@ -115,8 +119,14 @@ class Topology:
         )
 
 
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_RANKS
+
+
 def _positive(value: object, or_zero: bool) -> bool:
-    return isinstance(value, int | float) and (value > 0 or (or_zero and value == 0))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value < float("inf") or (or_zero and value == 0)
 
 
 def _largest_divisor(ranks: int, most: int) -> int:
@@ -168,12 +178,11 @@ def named(name: str) -> Topology:
 
 
 def _read(path: str) -> Topology:
+    data = json_text.of_file(path, f"topology {path}")
     try:
-        return Topology.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"topology {path} cannot be read", why=str(error.strerror)) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"topology {path} is not JSON", why=str(error)) from error
+        return Topology.from_dict(data)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.what}", why=error.why, tries=error.tries) from error
 
 
 def detect(ranks: int | None = None) -> Topology:

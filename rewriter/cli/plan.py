@@ -189,11 +189,11 @@ def _of_tables(args: argparse.Namespace) -> Any:
     loads, rest = spec.read(args.tables)
     ranks = args.world_size or rest.get("world_size")
     given = args.topology or rest.get("topology")
-    machines = Topology.from_dict(given) if isinstance(given, dict) else _machines(given, ranks)
+    machines = given if isinstance(given, Topology) else _machines(given, ranks)
     return plan(
         loads,
-        machines if ranks is None else machines.of(_positive("world_size", ranks)),
-        batch=_positive("batch", args.batch or rest.get("batch", 1024)),
+        machines if ranks is None else machines.of(ranks),
+        batch=args.batch or rest.get("batch", 1024),
         pins=_pins(args),
         **_thresholds(args),
     )
@@ -241,8 +241,8 @@ def _adam() -> Any:
 
 
 def _positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} is {value!r}", why="it is a number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
+        raise UsageError(f"{name} is {value!r}", why="it is a number from 1 to 2^63 - 1")
     return value
 
 
@@ -269,7 +269,7 @@ def _dynamic(given: list[str]) -> dict[str, Any]:
         name, equals, size = text.rpartition("=")
         number = size.rstrip("KMGTiB")
         unit = _UNITS.get(size[len(number) :])
-        if not equals or not name or unit is None or not number.isdigit():
+        if not equals or not name or unit is None or not number.isdecimal():
             raise UsageError(
                 f"recast plan: --dynamic {text}",
                 why="it is the path of a module, an equals sign, and rows or bytes",

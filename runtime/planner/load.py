@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +13,42 @@ from recast.errors import UsageError
 from ..plan import SHARDING_TYPES, Table
 
 POOLINGS = ("sum", "mean", "max", "none")
+
+
+_MOST = 2**63 - 1  # of torch's sizes
+
+
+def _whole(least: int, most: int = _MOST) -> Callable[[Any], bool]:
+    return lambda n: isinstance(n, int) and not isinstance(n, bool) and least <= n <= most
+
+
+def _number(least: float, most: float = float(_MOST)) -> Callable[[Any], bool]:
+    """Also not NaN, which compares with nothing."""
+    return lambda n: isinstance(n, int | float) and not isinstance(n, bool) and least <= n <= most
+
+
+def _types(given: Any) -> bool:
+    listed = isinstance(given, list | tuple) and bool(given)
+    return listed and all(t in SHARDING_TYPES for t in given) and len({*given}) == len(given)
+
+
+# What each value of a table and of its load may be: a test, and the same in words.
+DUE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda v: isinstance(v, str) and v != "", "a text, not empty"),
+    "rows": (_whole(0), "a whole number from 0 to 2^63 - 1"),
+    "dim": (_whole(1), "a whole number from 1 to 2^63 - 1"),
+    "dynamic": (lambda v: isinstance(v, bool), "true or false"),
+    "ids": (_number(0), "a number from 0 to 2^63 - 1"),
+    "lookups": (_whole(0), "a whole number from 0 to 2^63 - 1"),
+    "pooling": (lambda v: isinstance(v, str) and v in POOLINGS, f"one of {', '.join(POOLINGS)}"),
+    "weighted": (lambda v: isinstance(v, bool), "true or false"),
+    "distinct": (_number(0, 1), "a number from 0 to 1"),
+    "id_bytes": (_whole(1, 8), "a whole number from 1 to 8"),
+    "state_row": (_number(0), "a number from 0 to 2^63 - 1"),
+    "state_element": (_number(0), "a number from 0 to 2^63 - 1"),
+    "types": (_types, f"a list of some of {', '.join(SHARDING_TYPES)}, each once"),
+    "stored_row": (lambda v: _number(0)(v) and v > 0, "a number of more than 0, to 2^63 - 1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +74,16 @@ class TableLoad:
     stored_row: float | None = None  # bytes of a row that is stored in fewer bits than its dtype
 
     def __post_init__(self) -> None:
-        sizes = "ids", "lookups", "state_row", "state_element"
-        wrong = [f"{name}={n}" for name in sizes if (n := getattr(self, name)) < 0]
-        wrong += [f"distinct={self.distinct}"] if not 0 <= self.distinct <= 1 else []
-        wrong += [f"pooling={self.pooling!r}"] if self.pooling not in POOLINGS else []
-        known = self.types and all(kind in SHARDING_TYPES for kind in self.types)
-        wrong += [] if known else [f"types={self.types}"]
-        wrong += [f"rows={self.table.rows}"] if self.table.rows < 0 else []
-        wrong += [f"dim={self.table.dim}"] if self.table.dim < 1 else []
+        given = {name: getattr(self, name) for name in DUE if hasattr(self, name)}
+        given = {"rows": self.table.rows, "dim": self.table.dim, **given}
+        if self.stored_row is None:
+            del given["stored_row"]
+        wrong = {name: value for name, value in given.items() if not DUE[name][0](value)}
         if wrong:
+            shown = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
             raise UsageError(
-                f"{self.table.name}: the load of a table cannot have {', '.join(wrong)}",
-                why="counts are not negative, 0 <= distinct <= 1, rows are cut or whole",
-                tries=(f"pooling: {', '.join(POOLINGS)}", f"types: {', '.join(SHARDING_TYPES)}"),
+                f"{self.table.name}: the load of a table cannot have {shown}",
+                why="; ".join(f"{name} is {DUE[name][1]}" for name in wrong),
             )
 
     @property

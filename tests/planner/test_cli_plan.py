@@ -19,6 +19,7 @@ from recast.runtime.planner.models import MODELS
 from recast.runtime.topology import Topology, named
 
 MODEL = Path(__file__).parents[1] / "cli" / "small.py"
+A = {"name": "a", "rows": 3, "dim": 4}
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -135,7 +136,35 @@ def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
         ([{"name": "a", "rows": "3", "dim": 4}], r"tables\[0\].rows"),
         ({"tables": [{"name": "a", "rows": 3, "dim": 4}], "batch": 1.5}, "batch: 1.5"),
         ({"tables": [{"name": "a", "rows": 3, "dim": 4}], "world_size": "2"}, 'world_size: "2"'),
-        ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], "cannot have types"),
+        ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], r"tables\[0\].types"),
+        ({"tables": [A], "batch": True}, "batch: true(.|\n)*whole number of at least 1"),
+        ({"tables": [A], "world_size": 0}, "wrong.json: world_size: 0"),
+        ({"tables": [A], "topology": 3}, "topology: 3(.|\n)*name of a preset, or an object"),
+        ({"tables": [A], "topology": {"name": "x"}}, "wrong.json: topology x: no ranks"),
+        ({"tables": [A], "batches": 3}, "unknown key 'batches'(.|\n)*try  'batch'?"),
+        ([A, A], r"tables\[1\]\.name: \"a\"(.|\n)*tables\[0\] has that name"),
+        (
+            [A | {"dtype": "int8"}],
+            "dtype of table 'a': \"int8\"\n  why .* one of float32,",
+        ),
+        ([A | {"dtype": "e"}], "one of float32"),  # torch.e is no dtype either
+        ([A | {"ids": float("inf")}], "ids of table 'a': Infinity\n  why  .* a number from 0 to"),
+        ([A | {"ids": float("nan")}], "ids of table 'a': NaN"),
+        ([A | {"ids": True}], "ids of table 'a': true"),
+        ([A | {"ids": 1e300}], "ids of table 'a'"),
+        ([A | {"rows": 10**30}], "rows of table 'a': 10000"),
+        ([A | {"lookups": -1}], "lookups of table 'a': -1"),
+        ([A | {"distinct": 1.5}], "distinct of table 'a': 1.5\n  why  .* a number from 0 to 1"),
+        ([A | {"id_bytes": 0}], "id_bytes of table 'a': 0"),
+        ([A | {"state_row": float("nan")}], "state_row of table 'a': NaN"),
+        ([A | {"stored_row": 0}], "stored_row of table 'a': 0"),
+        ([A | {"pooling": True}], "pooling of table 'a': true"),
+        ([A | {"pooling": -1}], "pooling of table 'a': -1\n  why  .* one of sum, .* or a number"),
+        ([A | {"pooling": 2, "ids": 2}], r"tables\[0\] of table 'a': ids, and a number as pooling"),
+        ([A | {"dynamic": 1}], "dynamic of table 'a': 1\n  why  .* true or false"),
+        ([A | {"dynamic": True, "types": ["table_wise"]}], "types of table 'a'(.|\n)*left out"),
+        ([A | {"types": ["row_wise"] * 2}], "types of table 'a'(.|\n)*each once"),
+        ([A | {"name": ""}], r"tables\[0\]\.name"),
     ],
 )
 def test_wrong_tables(run: Run, tables: Any, said: str) -> None:
@@ -143,6 +172,31 @@ def test_wrong_tables(run: Run, tables: Any, said: str) -> None:
     code, _, err = run("plan", "--tables", "wrong.json", "--world-size", "2")
     assert code == 2
     assert re.search(said, err)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"name": "a", "rows": 3, "rows": 4, "dim": 4}]', "wrong.json says 'rows' twice"),
+        ('[{"name": "a", "rows": 1' + "0" * 5000 + ', "dim": 4}]', "wrong.json is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("", "wrong.json is not JSON"),
+        (b"\xff[]", "wrong.json is not JSON"),
+    ],
+)
+def test_what_is_hardly_json(run: Run, text: str | bytes, said: str) -> None:
+    Path("wrong.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for asked in (
+        ("--tables", "wrong.json"),
+        ("--tables", "tables.json", "--topology", "wrong.json"),
+    ):
+        code, out, err = run("plan", *asked)
+        assert (code, out) == (2, "") and re.search(said, err)
+
+
+def test_a_file_may_begin_as_editors_on_windows_begin_it(run: Run) -> None:
+    Path("with_mark.json").write_text(Path("tables.json").read_text(), encoding="utf-8-sig")
+    assert run("plan", "--tables", "with_mark.json", "--topology", "dgx-a100x8")[0] == 0
 
 
 def test_the_files_of_the_page_are_read(run: Run) -> None:

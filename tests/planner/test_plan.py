@@ -107,6 +107,10 @@ def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: Any) -> 
         ({"tables": [{"name": "a", "rows": 9, "dim": 4, "dtype": "f4"}]}, r"\.dtype: 'f4'"),
         ({"cost": float("nan")}, "plan.cost: NaN"),
         ({"cost": 10**400}, "plan.cost: 1000"),
+        ({"reserved": -1}, "plan.reserved: -1(.|\n)*of at least 0"),
+        ({"world_size": True}, "plan.world_size: true"),
+        ({"notes": [3]}, r"plan\.notes\[0\]: 3"),
+        ({"tables": [{"name": "a", "rows": -9, "dim": 4, "dtype": "float32"}]}, r"\.rows: -9"),
     ],
 )
 def test_wrong_json(change: dict[str, Any], said: str) -> None:
@@ -149,6 +153,7 @@ PLAN = explicit(TABLES, 2, {"a.weight": "row_wise"})
     ("plan", "said"),
     [
         (_with(PLAN, A), "'b.weight' is not placed"),
+        (replace(PLAN, tables=PLAN.tables + PLAN.tables[:1]), "two tables are named 'a.weight'"),
         (_with(PLAN, A, B, B), "'b.weight' is placed twice"),
         (_with(PLAN, A, B, replace(B, table="c")), "'c' is unknown"),
         (_with(PLAN, replace(A, shards=A.shards[:1]), B), "row 5 lives nowhere"),

@@ -26,6 +26,9 @@ def test_presets_scale_by_hosts(name: str) -> None:
 
 
 def test_json_file(tmp_path: Path) -> None:
+    (tmp_path / "part.json").write_text('{"name": "x"}')
+    with pytest.raises(UsageError, match=r"part\.json: topology x: no ranks"):
+        named(str(tmp_path / "part.json"))
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(PRESETS["cpu"].to_dict()))
     assert named(str(path)) == PRESETS["cpu"]
@@ -92,6 +95,13 @@ def test_what_cannot_be() -> None:
     assert caught.value.tries == ("hosts=2",)
     with pytest.raises(UsageError, match="intra_host=0"):
         replace(base, intra_host=0)
+    for name, value in (("flops", float("inf")), ("latency", float("nan")), ("hosts", True)):
+        with pytest.raises(UsageError, match=f"{name}={value}(.|\n)*finite numbers"):
+            replace(base, **{name: value})
+    with pytest.raises(UsageError, match="ranks=800000, hosts=100000"):
+        base.of(800_000)
+    with pytest.raises(UsageError, match="its name is no text"):
+        replace(base, name=3)
     with pytest.raises(UsageError, match="unknown field 'gpus'"):
         Topology.from_dict(base.to_dict() | {"gpus": 8})
     without = {k: v for k, v in base.to_dict().items() if k not in ("flops", "latency")}
