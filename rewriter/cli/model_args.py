@@ -15,7 +15,7 @@ from recast.rewriter.api_link import link
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.report import dump, output
 
-from . import spec
+from . import arguments, spec
 from .terminal import busy, quiet_stdout
 
 
@@ -25,11 +25,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "spec", metavar="SPEC", help="the model: file.py:attr or package.module:attr"
     )
     parser.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument for the function that SPEC names; may be repeated",
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help=arguments.HELP
     )
     parser.add_argument(
         "--passes",

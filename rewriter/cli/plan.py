@@ -11,6 +11,7 @@ from typing import Any
 from recast.errors import PlanError, UsageError
 from recast.runtime.plan import SHARDING_TYPES
 
+from . import arguments
 from .terminal import busy, counting, emit, quiet_stdout
 from .usage import common, verb
 
@@ -48,7 +49,7 @@ def add(verbs: Any) -> None:
     )
     plan.add_argument(
         "--arg", action="append", default=[], metavar="NAME=VALUE",
-        help="an argument for the function that SPEC names; may be repeated",
+        help=arguments.HELP,
     )  # fmt: skip
     plan.add_argument("--tables", metavar="FILE", help="a JSON file of tables, in place of a model")
     plan.add_argument(

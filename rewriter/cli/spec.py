@@ -1,7 +1,7 @@
 """Naming a model on the command line: ``package.module:attr`` or ``file.py:attr``.
 
 ``attr`` is a Module, or a function or class that returns a model, ``(model, example)`` or ``(model,
-example, loss)``; ``--arg name=value`` gives its arguments. ``example`` is what
+example, loss)``; ``--arg name=value`` gives its arguments (see ``arguments``). ``example`` is what
 :func:`recast.optimize` takes; ``loss(output)`` returns the scalar to differentiate.
 """
 
@@ -13,8 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +24,8 @@ import torch
 from torch import nn
 
 from recast.errors import UsageError
+
+from .arguments import parse_arguments
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,8 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
         )
     module = _file(place) if place.endswith(".py") else _module(place)
     found = _attribute(module, attribute, place)
-    values = parse_arguments(arguments)
     if isinstance(found, nn.Module):
-        if values:
+        if arguments:
             raise UsageError(
                 f"spec: {text} is a Module and takes no arguments",
                 why="--arg gives the arguments of a function that returns the model",
@@ -69,27 +69,7 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
             why="it should be a Module, or a function that returns one",
             tries=[f"{place}:{name}" for name in _candidates(module)[:3]] or (f"{place}:NAME",),
         )
-    return _subject(text, _call(text, found, values))
-
-
-def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """``["tables=26", "pooling=mean"]`` as keyword arguments; a value that is not a literal is
-    text.
-    """
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        name, separator, value = argument.partition("=")
-        if not separator or not name.isidentifier():
-            raise UsageError(
-                f"--arg: cannot read {argument!r}",
-                why="an argument is a name, an equals sign and a Python literal",
-                tries=("--arg tables=26",),
-            )
-        try:
-            values[name] = literal_eval(value)
-        except (ValueError, SyntaxError):
-            values[name] = value
-    return values
+    return _subject(text, _call(text, found, arguments))
 
 
 def _file(place: str) -> ModuleType:
@@ -196,11 +176,29 @@ def _needs_arguments(defined: ast.FunctionDef | ast.ClassDef) -> bool:
     return False
 
 
-def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def _call(text: str, function: Callable[..., Any], arguments: Sequence[str]) -> Any:
     try:
-        inspect.signature(function).bind(**values)
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C: it checks its arguments itself
+        values = parse_arguments(arguments)
+    else:
+        values = parse_arguments(arguments, signature.parameters)
+        _bind(text, function, signature, values)
+    try:
+        return function(**values)
+    except (Exception, SystemExit) as error:
+        what = f"spec: {text} raised when it was called"
+        raise _raised(what, error, _file_of(function)) from error
+
+
+def _bind(
+    text: str, function: Callable[..., Any], signature: inspect.Signature, values: dict[str, Any]
+) -> None:
+    """Raise UsageError unless ``function`` can be called with these arguments."""
+    try:
+        signature.bind(**values)
     except TypeError as error:
-        known = [p for p in inspect.signature(function).parameters if p != "self"]
+        known = [p for p in signature.parameters if p != "self"]
         unknown = [name for name in values if name not in known]
         near = [n for name in unknown for n in get_close_matches(name, known, n=1)]
         why = f"it has no argument {unknown[0]!r}" if unknown else str(error)
@@ -213,11 +211,6 @@ def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) ->
             why=f"{why}; it takes {', '.join(known) or 'none'}",
             tries=tries,
         ) from error
-    try:
-        return function(**values)
-    except (Exception, SystemExit) as error:
-        file = _base(inspect.getsourcefile(inspect.unwrap(function)))
-        raise _raised(f"spec: {text} raised when it was called", error, file) from error
 
 
 def _subject(text: str, answer: Any) -> Subject:
@@ -296,6 +289,13 @@ def _raised(what: str, error: BaseException, prefer: str | None = None) -> Usage
             tries=("what only a script does goes under: if __name__ == '__main__':",),
         )
     return UsageError(what, where=where, why=f"{type(error).__name__}: {error}")
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
+    try:
+        return _base(inspect.getsourcefile(inspect.unwrap(function)))
+    except TypeError:  # in C
+        return None
 
 
 def _base(file: str | None) -> str | None:

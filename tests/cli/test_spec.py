@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.rewriter.cli import spec
+from recast.rewriter.cli.arguments import parse_arguments
 
 SOURCE = """
 import torch
@@ -80,9 +84,52 @@ def test_every_form(place: str, attribute: str) -> None:
 def test_arguments() -> None:
     found = spec.load("its_models.py:pair", ["width=7", "kind=not a literal"])
     assert found.model.linear.out_features == 7
-    assert spec.parse_arguments(["a=[1, 2]", "b=x=y", "c='s'", "d="]) == {
+    assert parse_arguments(["a=[1, 2]", "b=x=y", "c='s'", "d="]) == {
         "a": [1, 2], "b": "x=y", "c": "s", "d": "",
     }  # fmt: skip
+
+
+def _takes(
+    name: str, on2: bool, on: bool = True, n: int = 3, lr: float = 0.1, pool: str = "sum",
+    some: Any = None,
+) -> None: ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("on=false", False), ("on=TRUE", True), ("on=False", False), ("on=0", 0), ("on=none", None),
+        ("n=-3", -3), ("n=1_000", 1000), ("n=1e6", 1000000), ("n=2.5", 2.5), ("n=none", None),
+        ("lr=1e-3", 1e-3), ("lr=inf", math.inf), ("lr=-inf", -math.inf), ("lr=1", 1),
+        ("pool=none", "none"), ("pool=true", "true"), ("pool=None", None), ("pool=mean", "mean"),
+        ("pool='None'", "None"), ("name=null", "null"), ("some=null", None), ("some=True", True),
+        ("some='true'", "true"), ('some="3"', "3"), ("some=08", "08"), ("some=1,2", (1, 2)),
+        ("some={[]}", "{[]}"), ("some=" + "[" * 1000, "[" * 1000), ("other=false", False),
+    ],
+)  # fmt: skip
+def test_what_a_value_means(text: str, value: Any) -> None:
+    (found,) = parse_arguments([text], inspect.signature(_takes).parameters).values()
+    assert (found, type(found)) == (value, type(value))
+    assert math.isnan(parse_arguments(["x=nan"])["x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("on=no", r"on=no is neither true nor false\n(.|\n)*as a text 'no' would be true"),
+        ("on2=", "on2= is neither true nor false"),
+        ("n=1,000", r"n=1,000 is no number\n  why  with commas it is the tuple \(1, 0\)"),
+    ],
+)
+def test_what_cannot_be_meant(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_arguments([text], inspect.signature(_takes).parameters)
+
+
+def test_a_function_in_c_is_called_too() -> None:
+    Path("zoo_c.py").write_text("model = dict\n")
+    with pytest.raises(UsageError, match=r"zoo_c\.py:model returned dict"):
+        spec.load("zoo_c.py:model", ["a=3"])
 
 
 def test_a_file_may_have_the_name_of_an_installed_module(tmp_path: Path) -> None:
