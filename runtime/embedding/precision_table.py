@@ -120,6 +120,10 @@ class StoredTable(Tensor):
             if func is aten._to_copy.default and kwargs.get("dtype") in (None, torch.float32):
                 kept = {k: v for k, v in kwargs.items() if k != "dtype"}
                 return first.over(func(first.packed, **kept))
+            if func is aten.empty_like.default and kwargs.get("dtype") in (None, torch.float32):
+                # of ``module.to_empty``; a format of memory is that of the whole, not of the packed
+                kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
+                return first.over(func(first.packed, **kept))
             if func is aten.copy_.default:
                 new = _plain(args[1])
                 _check_fit(new, first.precision)

@@ -217,6 +217,20 @@ def test_copies(precision: Any) -> None:
 
 
 @torch.no_grad()
+@ALL
+def test_to_empty_keeps_the_form_of_the_tables(precision: Any) -> None:
+    """Memory for a model that is loaded next: on its device, and after a move to meta."""
+    fast = recast.optimize(small(), example=batch(), precision=precision)
+    state, before = {k: v.clone() for k, v in fast.state_dict().items()}, fast(*batch(7))
+    for devices in (["cpu"], ["meta", "cpu"]):
+        for device in devices:
+            assert fast.to_empty(device=device) is fast
+            tables = [fast.get_parameter(f"{name}.weight") for name in ("user", "item")]
+            assert all(isinstance(t, StoredTable) and t.device.type == device for t in tables)
+        fast.load_state_dict(state)
+        assert torch.equal(fast(*batch(7)), before)
+
+
 def test_shared_between_processes() -> None:
     fast = recast.optimize(small(), example=batch(), precision="int8")
     want = fast(*batch())
