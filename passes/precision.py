@@ -4,7 +4,7 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,6 +38,8 @@ _OTHERS = {  # by what is wrong with a table
     },
 }
 
+_APART = ("leave that form out", "optimize(), with precision, once for each form")
+
 
 def _refusal(node: Any, root: nn.Module, asked: QuantiseTables) -> Miss | None:
     """Why the table behind ``node`` stays as it is, or None."""
@@ -64,6 +66,9 @@ def _refusal(node: Any, root: nn.Module, asked: QuantiseTables) -> Miss | None:
                 user, "it reads a whole table, which would be unpacked at each call",
                 ("leave tied weights out: optimize() without precision",),
             )  # fmt: skip
+    elsewhere = asked.read_whole_by(table)
+    if elsewhere is not None:
+        return Miss(node, f"{elsewhere}, which would be unpacked at each such call", _APART)
     why = asked.unfit(table)
     return None if why is None else Miss(node, f"its table has numbers {why}", _OTHERS.get(why, ()))
 
@@ -77,6 +82,23 @@ def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
         and any(p is table for p in root.get_submodule(str(n.target)).parameters())
     ]  # fmt: skip
     return [user for n in same for user in n.users] + layers
+
+
+def read_whole(forms: Iterable[Iterable[Graph]], root: nn.Module) -> dict[nn.Parameter, str]:
+    """The tables that are read by more than lookups, and by which of the ``forms``: the graphs of
+    the example, and of each further form, after the passes before this one.
+    """
+    found: dict[nn.Parameter, str] = {}
+    for k, graphs in enumerate(forms):
+        by = f"forms[{k - 1}] reads the whole table" if k else "the example reads the whole table"
+        for graph in graphs:
+            for node in graph.nodes:
+                table = tensor_at(node, root) if node.op == "get_attr" else None
+                if isinstance(table, nn.Parameter) and table.dim() == 2:
+                    readers = _readers(node, table, root)
+                    if not all(is_call(user, BAGS, send_ids) for user in readers):
+                        found.setdefault(table, by)
+    return found
 
 
 @dataclass
@@ -282,9 +304,25 @@ class QuantiseTables:
         """Which numbers of ``table`` cannot be stored in ``precision``; None if it has none."""
         return formats.unfit(table, self.precision)
 
+    def read_whole_by(self, table: nn.Parameter) -> str | None:
+        """Which other form of call reads the whole ``table``, in words; None if none does."""
+        return None
+
 
 @dataclass(frozen=True)
-class QuantiseParts(QuantiseTables):
+class QuantiseForms(QuantiseTables):
+    """The same for a model of several forms of call, whose graphs share the tables: one that some
+    form reads as a whole stays for all. ``whole``: those, and what reads them.
+    """
+
+    whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+
+    def read_whole_by(self, table: nn.Parameter) -> str | None:
+        return self.whole.get(table)
+
+
+@dataclass(frozen=True)
+class QuantiseParts(QuantiseForms):
     """The same for tables that are spread over ranks, after ``communicate``: each rank stores its
     parts. ``unfit_tables``: which numbers the whole table has that cannot be stored, for each that
     has some, so that all ranks store the same tables.

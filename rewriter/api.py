@@ -29,7 +29,7 @@ from recast.runtime.recorded import forward as recorded_forward
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.topology import Topology
 
-from . import arguments, memory, pipeline
+from . import api_stored, arguments, memory, pipeline
 from .api_link import link_what_holds
 from .diff import rounding
 from .ir import note
@@ -110,7 +110,7 @@ def optimize(
         forms: further examples, each like ``example``, for calls of other forms: without labels, as
             a model that trains with them is evaluated, say. Each gets graphs of its own, over the
             same parameters, and a call runs those that take its arguments. On several ranks all
-            make calls of one form at a time. Not with ``precision``.
+            make calls of one form at a time.
         world_size: number of ranks; None means that of the initialised process group, else 1.
             Every rank calls this with the same model, and then calls the result with its own batch;
             with batches of equal size they train as one process with all of them would. Parameters
@@ -138,7 +138,8 @@ def optimize(
             saved once nothing else holds ``model``, or at once with ``inplace``. All other
             parameters are shared, and dynamic tables stay in their dtype. On several ranks each
             stores its parts of the tables, with the numbers of one rank; in "int8" and "int4" no
-            table is cut by columns.
+            table is cut by columns. Of several ``forms``, a table that one reads as a whole is
+            stored for none.
         mode: "graph" records forwards as CUDA graphs, one for each form of batch, and backwards
             and optimizer steps as others, and replays them. For a model on one CUDA device; the
             training loop stays as it is. ``recast.TrainingStep(fast, loss, optimizer)`` records a
@@ -173,7 +174,7 @@ def optimize(
     arguments.check_model(model)
     arguments.check_stored(precision_table.stored(model))
     arguments.check_switches(inplace=inplace, strict=strict)
-    arguments.check_forms(forms, example, precision)
+    arguments.check_forms(forms, example)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
         options = Options(
@@ -252,7 +253,8 @@ def _rewritten(
             captured = capture(
                 model, example, forms=forms, inplace=inplace, linked=linked, falls_back=ranks == 1
             )
-            return lent, captured, link_what_holds(captured, passes, strict, ranks)
+            agreed = api_stored.agreed(captured, passes)
+            return lent, captured, link_what_holds(captured, agreed, strict, ranks)
         except BaseException:
             placeholders.remove(model)
             raise
@@ -353,9 +355,10 @@ def _of_precision(
     """How much storing tables below float32 changes the outputs, where that can be measured: on
     several ranks by ``effect``.
     """
-    if not compiled.report.journal.stored and ranks > 1 and materialise.on_meta(model):
+    stores = any(one.report.journal.stored for one in (compiled, *compiled._forms))
+    if not stores and ranks > 1 and materialise.on_meta(model):
         return f"precision={precision!r}: tables on meta are stored when the ranks run"
-    if not compiled.report.journal.stored:
+    if not stores:
         return f"precision={precision!r}: no table is stored in it; see what was missed and why"
     told = effect.told(compiled) if effect is not None and spread.run_here(ranks) else None
     if told is not None:
@@ -365,8 +368,7 @@ def _of_precision(
         return (
             f"precision={precision!r}: recast.diff(model, fast, batch) tells its effect on outputs"
         )
-    calls = [captured.signature.unbind(batch) for batch in captured.batches]
-    return rounding.sentence(model, compiled, calls)
+    return rounding.sentence(model, compiled, rounding.calls_of(captured))
 
 
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -78,7 +78,7 @@ def check_switches(**given: object) -> None:
             raise UsageError(f"optimize: {name}={value!r} is neither True nor False")
 
 
-def check_forms(forms: object, example: object, precision: object) -> None:
+def check_forms(forms: object, example: object) -> None:
     if isinstance(forms, (list, tuple)) and not forms:
         return
     if not isinstance(forms, list):
@@ -92,12 +92,6 @@ def check_forms(forms: object, example: object, precision: object) -> None:
             "optimize: forms are given, and no example",
             why="they are further forms, beside that of the example",
             tries=("example=batch, forms=[batch_of_another_form]",),
-        )
-    if precision is not None:
-        raise NotBuiltError(
-            f"optimize: forms with precision={precision!r}",
-            why="each table would have to be stored for all graphs at once",
-            tries=("leave forms out: a model is served by calls of one form",),
         )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from recast.rewriter.compiled.copies import same_random_numbers, seed_all
 from recast.rewriter.compiled.trees import flatten, rebuild
+
+if TYPE_CHECKING:
+    from recast.rewriter.capture.capture_model import Captured
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Floats = list[torch.Tensor]  # the outputs of a call that are floating point
@@ -62,6 +65,16 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def calls_of(captured: Captured) -> list[Call]:
+    """The calls of the example, and of each further form."""
+    return [
+        one.signature.unbind(batch)
+        for one in (captured, *captured.forms)
+        if one.signature is not None
+        for batch in one.batches or ()
+    ]
 
 
 def sentence(plain: nn.Module, fast: nn.Module, calls: Sequence[Call]) -> str:

@@ -171,9 +171,9 @@ def spread(
     )
     traffic = _traffic(plan, used, sample, wire.parse(asked.wire), once)
     passes = library.communication(plan, (codecs[0], codecs[1]), once)
-    _communicate(compiled, captured, passes, compiled.report.journal)
-    for form in compiled._forms:
-        _communicate(form, form._captured, passes, form.report.journal)
+    forms = [(compiled, captured), *((form, form._captured) for form in compiled._forms)]
+    for form, of in forms:
+        _communicate(form, of, passes, form.report.journal)
     compiled.plan = plan
     compiled.report.notes += [str(plan), *_kept_whole(plan, used), traffic]
     if compiled.report.captured != "whole":
@@ -184,7 +184,7 @@ def spread(
         _place(compiled, plan, optimizer)
     if asked.precision is not None:
         plain = [t.name for t in tables if not t.dynamic]
-        stored.store(compiled, captured, plain, asked.precision, present)
+        stored.store(forms, plain, asked.precision, present)
     if present:
         _average_dense(compiled)
     else:

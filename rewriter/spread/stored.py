@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 
 from recast import passes as library
-from recast.passes.precision import QuantiseParts, sentence
+from recast.passes.precision import QuantiseParts, read_whole, sentence
 from recast.rewriter import pipeline
 from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.compiled.module import Compiled
@@ -50,11 +50,12 @@ def recounted(plan: Plan, precision: str | None, tables: Iterable[Table]) -> Pla
 
 
 def store(
-    compiled: Compiled, captured: Captured, tables: Iterable[str], precision: str, present: bool
+    forms: Sequence[tuple[Compiled, Captured]], tables: Iterable[str], precision: str, present: bool
 ) -> None:
     """Store this rank's parts of ``tables`` in ``precision``; of whole ones if the ranks are not
-    ``present``. A collective if they are.
+    ``present``. A collective if they are. ``forms``: that of the example first.
     """
+    compiled, _ = forms[0]
     if not present and materialise.on_meta(compiled._root):
         return  # whole tables are to have no memory, in whatever form
     held = dict(compiled._root.named_parameters())
@@ -62,14 +63,17 @@ def store(
     for theirs in collectives.of_all(why, "what tables can be stored") if present else []:
         why |= {name: text for name, text in theirs.items() if text is not None}
     left = {held[name]: text for name, text in why.items() if text is not None}
-    passes = (QuantiseParts(precision, left), library.CleanUp())
-    journal = compiled.report.journal
-    _rewrite(compiled, captured, passes, journal)
-    if present:
-        parts = collectives.of_all(journal.stored, "what was stored")
-        journal.stored[:] = _joined(parts, dict(compiled._root.named_parameters()))
-    if journal.stored:
-        journal.notes.append(sentence(journal.stored))
+    several = [one._graphs.values() for one, _ in forms] if len(forms) > 1 else []
+    whole = read_whole(several, compiled._root)
+    passes = (QuantiseParts(precision, whole, left), library.CleanUp())
+    for one, of in forms:
+        journal = one.report.journal
+        _rewrite(one, of, passes, journal)
+        if present:
+            parts = collectives.of_all(journal.stored, "what was stored")
+            journal.stored[:] = _joined(parts, dict(compiled._root.named_parameters()))
+        if journal.stored:
+            journal.notes.append(sentence(journal.stored))
 
 
 def _rewrite(
@@ -107,7 +111,7 @@ class Effect:
         self.calls: list[rounding.Call] = []
         self.outputs: list[rounding.Floats] = []
         if runs and captured.batches is not None and captured.signature is not None:
-            self.calls = [captured.signature.unbind(batch) for batch in captured.batches]
+            self.calls = rounding.calls_of(captured)
             self.outputs = list(rounding.outputs(model, self.calls))
 
     def told(self, compiled: Compiled) -> str | None:

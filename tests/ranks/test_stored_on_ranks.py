@@ -239,3 +239,51 @@ def test_a_model_on_meta() -> None:
     planned_only = rank_of("int8")
     assert planned_only.get_parameter("0.weight").is_meta
     assert "tables on meta are stored when the ranks run" in str(planned_only.report)
+
+
+class Ranker(nn.Module):
+    """Scores a pair, or, without an item, all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(50, 8), nn.Embedding(70, 8)
+        g = torch.Generator().manual_seed(0)  # ranks that are threads share the other one
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.rand(p.shape, generator=g) - 0.5)
+
+    def forward(self, user: Tensor, item: Tensor | None = None, two: bool = False) -> Tensor:
+        if item is None:
+            return self.user(user) @ self.item.weight.t()
+        found = (self.user(user) * self.item(item)).sum(1)
+        return found * 2 if two else found
+
+
+def test_several_forms() -> None:
+    """Those that look tables up have them stored; one that a form reads whole is not."""
+    ids = torch.arange(8), torch.arange(8, 16)
+
+    def rank_of(rank: int) -> Any:
+        found = []
+        for forms in ([(*ids, True)], [ids[:1]]):
+            model = Ranker().eval()
+            fast = recast.optimize(
+                model, example=ids, forms=forms, precision="int8", sharding={"user": "row_wise"}
+            )
+            own = [t[rank * 4 : rank * 4 + 4] for t in ids]
+            with torch.no_grad():
+                outs = [fast(*own), fast(*own, True) if len(forms[0]) > 1 else fast(own[0])]
+            held = [n for n, p in fast.named_parameters() if isinstance(p, StoredTable)]
+            found.append((outs, held))
+        return found
+
+    results = run(2, rank_of)
+    for k, forms in enumerate(([(*ids, True)], [ids[:1]])):
+        one = recast.optimize(Ranker().eval(), example=ids, forms=forms, precision="int8")
+        with torch.no_grad():
+            wanted = [one(*ids), one(*forms[0])]
+        names = ["user.weight", "item.weight"][: 2 - k]
+        for r in results:
+            assert r[k][1] == names
+        for at in range(2):
+            close(torch.cat([r[k][0][at] for r in results]), wanted[at])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recast
-from recast.errors import NotBuiltError, RecastWarning, UsageError
+from recast.errors import RecastWarning, UsageError
 from recast.rewriter.report import output
 
 USERS, ITEMS = 50, 70
@@ -392,8 +392,3 @@ def test_dynamic_tables() -> None:
 def test_what_is_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         recast.optimize(Labelled(), **{"example": batch(4), **options})
-
-
-def test_not_with_a_precision() -> None:
-    with pytest.raises(NotBuiltError, match="forms with precision='int8'"):
-        recast.optimize(Labelled().eval(), example=batch(4), forms=[batch(4)[:2]], precision="int8")
