@@ -52,7 +52,7 @@ def link(
 
     ``fuel`` is the number of rewrites allowed in all graphs together. ``after(pass, graph)`` is
     called after every pass that changed something, and returns the dump to keep. Further forms have
-    a journal and a report each.
+    a journal and a report each, and no limit.
     """
     started = time.perf_counter()
     device.extension()  # in a checkout the first use compiles it; do not bill that to the passes
@@ -86,15 +86,16 @@ def link(
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs
     vars(compiled)["_looked_up"] = library.looked_up_inputs
-    _link_forms(compiled, captured, passes, strict=strict, world_size=world_size)
+    _link_forms(compiled, captured, passes, strict=strict, world_size=world_size, after=after)
     report.graph_text = output.text(compiled, captured.name)
     compiled.plan = single(spread.tables_of(compiled))
     return compiled
 
 
 def _link_forms(
-    compiled: Compiled, captured: Captured, passes: Sequence[Pass], *, strict: bool, world_size: int
-) -> None:
+    compiled: Compiled, captured: Captured, passes: Sequence[Pass], *, strict: bool,
+    world_size: int, after: Callable[[Pass, Graph], str] | None,
+) -> None:  # fmt: skip
     """Let ``compiled`` run the further forms that have graphs, unless its own cover them. Its
     report has one for each.
     """
@@ -110,7 +111,8 @@ def _link_forms(
             report.forms.append(Report(label, "whole", notes=[_COVERED]))
         else:
             parts = {p: part for p, part in form.parts.items() if p not in captured.parts}
-            one = link(replace(form, parts=parts), passes, strict=strict, world_size=world_size)
+            form = replace(form, parts=parts)
+            one = link(form, passes, strict=strict, world_size=world_size, after=after)
             one.report.model = label
             report.forms.append(one.report)
             further.append(one)

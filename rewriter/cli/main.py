@@ -24,7 +24,7 @@ from .usage import BAD_QUESTION, INTERRUPTED, NO, OUR_FAULT, YES, Parser
 
 _EPILOG = """\
 SPEC names a model: file.py:attr or package.module:attr. attr is a module, or a function that
-returns a model, (model, example) or (model, example, loss).
+returns a model, (model, example), (model, example, loss) or (model, example, loss, forms).
 
 to begin with:
   recast explain examples/dlrm.py:model     what would be rewritten, and what not, and why

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recast.errors import UsageError
-from recast.rewriter import api
+from recast.rewriter import api, api_stored
 from recast.rewriter.api_link import link
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.report import dump, output
@@ -46,7 +46,8 @@ def dump_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dump",
         metavar="DIR",
-        help="write the graph after every pass that changed it: DIR/00-capture.txt and so on",
+        help="write the graph after every pass that changed it: DIR/00-capture.txt and so on; of"
+        " further forms in DIR/forms.0 and so on",
     )
 
 
@@ -73,34 +74,38 @@ def optimised(args: argparse.Namespace) -> tuple[Any, Any]:
         if args.dump:
             return subject, _dumping(subject, passes, args)
         compiled = api.optimize(
-            subject.model, example=subject.example, passes=passes, strict=args.strict
-        )
+            subject.model, example=subject.example, forms=list(subject.forms), passes=passes,
+            strict=args.strict,
+        )  # fmt: skip
     return subject, compiled
 
 
 def _dumping(subject: Any, passes: tuple[Any, ...], args: argparse.Namespace) -> Any:
     """Optimise, and write the graph as captured and after every pass that changed its text."""
-    captured = capture(subject.model, subject.example)
-    before = output.text(captured, captured.name)
+    captured = capture(subject.model, subject.example, forms=subject.forms)
+    before = [output.text(one, one.name) for one in (captured, *captured.forms)]
     compiled = link(
         captured,
-        passes,
+        api_stored.agreed(captured, passes),
         strict=args.strict,
         after=lambda p, graph: dump.text(graph, captured.root, captured.name),
     )
-    steps = [(s.name, s.text) for s in compiled.report.journal.steps if s.text]
-    folder = Path(args.dump)
+    folder, count = Path(args.dump), 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for k, (name, text) in enumerate([("capture", before), *steps]):
-            (folder / f"{k:02}-{name}.txt").write_text(text, encoding="utf-8")
+        for k, report in enumerate((compiled.report, *compiled.report.forms)):
+            steps = [(s.name, s.text) for s in report.journal.steps if s.text]
+            place = folder / f"forms.{k - 1}" if k else folder
+            place.mkdir(parents=True, exist_ok=True)
+            for at, (name, text) in enumerate([("capture", before[k]), *steps]):
+                (place / f"{at:02}-{name}.txt").write_text(text, encoding="utf-8")
+            count += len(steps) + bool(k)
     except OSError as error:
         raise UsageError(
             f"--dump: cannot write to the folder {folder}", why=str(error.strerror or error),
             tries=("--dump FOLDER, one that can be written",),
         ) from error  # fmt: skip
     if not args.quiet:
-        sys.stderr.write(f"wrote {folder / '00-capture.txt'}, and {len(steps)} after it\n")
+        sys.stderr.write(f"wrote {folder / '00-capture.txt'}, and {count} after it\n")
     return compiled
 
 

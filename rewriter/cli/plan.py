@@ -227,6 +227,7 @@ def _of_model(args: argparse.Namespace) -> Any:
         subject.model,
         optimizer,
         example=subject.example,
+        forms=list(subject.forms),
         world_size=machines.ranks,
         topology=machines if machines.ranks > 1 else None,
         tables=_dynamic(args.dynamic) or None,

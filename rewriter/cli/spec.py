@@ -1,8 +1,9 @@
 """Naming a model on the command line: ``package.module:attr`` or ``file.py:attr``.
 
-``attr`` is a Module, or a function or class that returns a model, ``(model, example)`` or ``(model,
-example, loss)``; ``--arg name=value`` gives its arguments (see ``arguments``). ``example`` is what
-:func:`recast.optimize` takes; ``loss(output)`` returns the scalar to differentiate.
+``attr`` is a Module, or a function or class that returns a model, ``(model, example)``, ``(model,
+example, loss)`` or ``(model, example, loss, forms)``; ``--arg name=value`` gives its arguments (see
+``arguments``). ``example`` and ``forms`` are what :func:`recast.optimize` takes; ``loss(output)``
+returns the scalar to differentiate, or is None.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from recast.errors import UsageError
 
 from .arguments import parse_arguments
 
+RETURNS = "(model, example), (model, example, loss) or (model, example, loss, forms)"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -36,6 +39,7 @@ class Subject:
     model: nn.Module
     example: Any = None
     loss: Callable[..., Any] | None = None
+    forms: tuple[Any, ...] = ()  # further examples, for calls of other forms
 
 
 def load(text: str, arguments: Sequence[str] = ()) -> Subject:
@@ -215,21 +219,33 @@ def _bind(
 
 def _subject(text: str, answer: Any) -> Subject:
     parts = answer if isinstance(answer, tuple) else (answer,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+    if not 1 <= len(parts) <= 4 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(p).__name__ for p in parts)
         raise UsageError(
             f"spec: {text} returned ({kinds})"
             if len(parts) > 1
             else f"spec: {text} returned {kinds}",
-            why="it should return a Module, (model, example) or (model, example, loss)",
+            why=f"it should return a Module, or {RETURNS}",
         )
-    if len(parts) == 3 and parts[2] is not None and not callable(parts[2]):
+    model, example, loss, forms = (*parts, None, None, None)[:4]
+    if loss is not None and not callable(loss):
         raise UsageError(
-            f"spec: the loss returned by {text} is {_a(parts[2])}",
+            f"spec: the loss returned by {text} is {_a(loss)}",
             why="a loss is a function of the model's output that returns a scalar",
         )
-    model, example, loss = (*parts, None, None)[:3]
-    return Subject(text, model, example, _judged(text, loss))
+    if forms is not None and not isinstance(forms, list):
+        raise UsageError(
+            f"spec: the forms returned by {text} are {_a(forms)}, not a list",
+            why="it has one example for each further form of call",
+            tries=("return model, example, loss, [batch_of_another_form]",),
+        )
+    if forms and example is None:
+        raise UsageError(
+            f"spec: {text} returns forms, and no example",
+            why="they are further forms of call, beside that of the example",
+            tries=("return model, example, loss, [batch_of_another_form]",),
+        )
+    return Subject(text, model, example, _judged(text, loss), tuple(forms or ()))
 
 
 def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -35,8 +35,9 @@ from .terminal import busy, columns, counting, emit, quiet_stdout
 from .usage import BAD_QUESTION, NO, YES, Run, common, count, positive, rate, verb
 
 _SPEC = """\
-attr is a module, or a function that returns a model, (model, example) or (model, example, loss):
-example is one batch, loss(output) a scalar.
+attr is a module, or a function that returns a model, (model, example), (model, example, loss) or
+(model, example, loss, forms): example is one batch, loss(output) a scalar, and forms a list of
+batches for calls of other forms, without labels for example; loss may be None.
 
 exit codes: 0 yes; 1 no; 2 the question is wrong; 3 a fault of recast's own (recast --help)
 """
@@ -210,8 +211,24 @@ def _diff(args: argparse.Namespace) -> int:
     asked |= {"dtype": _dtype(args.dtype), "command": command(args, "diff", *again)}
     with busy(args, "comparing outputs, gradients and steps"), quiet_stdout():
         found = diff(subject.model, compiled, example(subject), **asked)
-    emit(args, found.text(width=columns()), found.to_dict())
-    return YES if found.ok else NO
+        further = _diff_of_forms(subject, compiled, asked)
+    texts, data, ok = [found.text(width=columns())], found.to_dict(), found.ok
+    if further is not None:
+        texts += ["further forms of call", further.text(width=columns())]
+        ok = ok and further.ok
+        data |= {"ok": ok, "forms": further.to_dict()}
+    emit(args, "\n\n".join(texts), data)
+    return YES if ok else NO
+
+
+def _diff_of_forms(subject: Any, compiled: Any, asked: dict[str, Any]) -> Any:
+    """The diff of calls of further forms, whose outputs are not those that the loss takes; None if
+    there are none.
+    """
+    batches = [b for form in subject.forms for b in batches_of(form, subject.model)]
+    if not batches:
+        return None
+    return diff(subject.model, compiled, batches, **{**asked, "steps": 0, "loss": None})
 
 
 def _caught(args: argparse.Namespace, error: VerifyError) -> int:
@@ -257,9 +274,11 @@ def _bench(args: argparse.Namespace) -> int:
     subject, passes = question(args)
     batch = batches_of(example(subject), subject.model)[0]
     plain, twin = subject.model, bench.duplicate(subject.model)
+    asked: api.Options = {"example": subject.example, "forms": list(subject.forms),
+                          "passes": passes, "strict": args.strict}  # fmt: skip
     with quiet_stdout(), busy(args, "capturing and rewriting"):
         if args.inference:
-            fast = api.optimize(twin, example=subject.example, passes=passes, strict=args.strict)
+            fast = api.optimize(twin, **asked)
             steps = [bench.inference_step(plain, batch), bench.inference_step(fast, batch)]
             words = "forward in eval mode, no gradients"
         else:
@@ -267,9 +286,7 @@ def _bench(args: argparse.Namespace) -> int:
             make = bench.OPTIMIZERS[args.optimizer or "adagrad"]
             lr = 0.01 if args.lr is None else args.lr
             opts = [make(m.parameters(), lr=lr) for m in (plain, twin)]
-            fast, _ = api.optimize(
-                twin, opts[1], example=subject.example, passes=passes, strict=args.strict
-            )
+            fast, _ = api.optimize(twin, opts[1], **asked)
             models = zip((plain, fast), opts, strict=True)
             steps = [bench.training_step(m, batch, subject.loss, o) for m, o in models]
             words = f"training step: forward, backward, {make.__name__}"
@@ -277,8 +294,8 @@ def _bench(args: argparse.Namespace) -> int:
         timings = bench.compare(steps[0], steps[1], rounds=args.rounds, progress=progress)
     found = bench.Bench(type(subject.model).__name__, words, *timings, machine=env.machine())
     slow = args.at_least is not None and found.speedup < args.at_least
-    asked = f"\n  no: --at-least {args.at_least:g} was asked for" if slow else ""
-    emit(args, f"{found}{asked}", found.to_dict())
+    wanted = f"\n  no: --at-least {args.at_least:g} was asked for" if slow else ""
+    emit(args, f"{found}{wanted}", found.to_dict())
     return NO if slow else YES
 
 

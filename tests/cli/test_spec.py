@@ -44,6 +44,15 @@ def pair(width: int = 3, kind="a"):
 def triple():
     return Net(), torch.ones(2, 4), lambda out: out.sum()
 
+def formed(loss=None, forms=((torch.ones(2, 4), 1),)):
+    return Net(), torch.ones(2, 4), loss, list(forms)
+
+def bad_forms():
+    return Net(), torch.ones(2, 4), None, (torch.ones(2, 4),)
+
+def only_forms():
+    return Net(), None, None, [torch.ones(2, 4)]
+
 def wrong():
     return 1, 2
 
@@ -79,6 +88,13 @@ def test_every_form(place: str, attribute: str) -> None:
     assert isinstance(found.model, nn.Module)
     assert (found.example is not None) == (attribute in ("pair", "triple"))
     assert (found.loss is not None) == (attribute == "triple")
+
+
+def test_forms() -> None:
+    found = spec.load("its_models.py:formed")
+    assert (len(found.forms), found.loss) == (1, None)
+    assert spec.load("its_models.py:formed", ["forms=[]"]).forms == ()
+    assert spec.load("its_models.py:triple").forms == ()
 
 
 def test_arguments() -> None:
@@ -173,6 +189,9 @@ def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> No
         ("its_models.py:number", [], ["its_models.py:number is an int, not a model"]),
         ("its_models.py:wrong", [], ["returned (int, int)", "(model, example, loss)"]),
         ("its_models.py:bad_loss", [], ["the loss returned by its_models.py:bad_loss is an int"]),
+        ("its_models.py:bad_forms", [], ["forms returned by its_models.py:bad_forms are a tuple",
+                                         "try  return model, example, loss, [batch_of"]),
+        ("its_models.py:only_forms", [], ["returns forms, and no example"]),
         ("its_models.py:raises", [], ["raised when it was called", "at   its_models.py:8 "]),
         ("its_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
         ("its_models.py:pair", ["wdth=3"], ["has no argument 'wdth'; it takes width, kind",
