@@ -147,8 +147,8 @@ def _check(
         raise _wrong("loss", loss, "a function of the output that returns a scalar", "leave it out")
     if train is not None and not callable(train):
         raise _wrong("train", train, "a function of a model and batches", "steps=3")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise _wrong("seed", seed, "a whole number", "seed=0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**62:
+        raise _wrong("seed", seed, "a whole number between -2^62 and 2^62", "seed=0")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise _wrong("dtype", dtype, "a dtype of torch", "dtype=torch.bfloat16")
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -169,6 +169,8 @@ def named(name: str) -> Topology:
         if int(scaled[2]) < 1:
             raise UsageError(f"topology {name!r}: no ranks", tries=(f"{scaled[1]}x8",))
         return PRESETS[scaled[1]].of(int(scaled[2]))
+    if os.path.isfile(name):
+        return _read(name)
     near = get_close_matches(scaled[1] if scaled else name, PRESETS, n=1)
     raise UsageError(
         f"no topology {name!r}",

@@ -56,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        args = _parser().parse_args(arguments)
+        parser = _parser()
+        args, rest = parser.parse_known_args(arguments)
+        if rest:
+            parser.prog = f"recast {args.verb}"  # whose help tells what it takes
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except SystemExit as stop:  # argparse has printed the reason, or its help
         return int(stop.code or 0)
     try:

@@ -17,6 +17,7 @@ from recast.rewriter.report import dump, output
 
 from . import arguments, spec
 from .terminal import busy, quiet_stdout
+from .usage import path
 
 
 def model_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def dump_option(parser: argparse.ArgumentParser) -> None:
     """For commands that load the model once, with :func:`optimised`."""
     parser.add_argument(
         "--dump",
+        type=path,
         metavar="DIR",
         help="write the graph after every pass that changed it: DIR/00-capture.txt and so on; of"
         " further forms in DIR/forms.0 and so on",

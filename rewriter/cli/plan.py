@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from recast.errors import PlanError, UsageError
 from recast.runtime.plan import SHARDING_TYPES
 
 from . import arguments
-from .terminal import busy, counting, emit, quiet_stdout
-from .usage import common, verb
+from .terminal import busy, columns, counting, emit, quiet_stdout
+from .usage import common, path, verb
 
 _EPILOG = """\
 A topology is a preset (dgx-a100), a preset with a number of ranks (dgx-a100x16), `here`, or a JSON
@@ -51,7 +52,9 @@ def add(verbs: Any) -> None:
         "--arg", action="append", default=[], metavar="NAME=VALUE",
         help=arguments.HELP,
     )  # fmt: skip
-    plan.add_argument("--tables", metavar="FILE", help="a JSON file of tables, in place of a model")
+    plan.add_argument(
+        "--tables", type=path, metavar="FILE", help="a JSON file of tables, in place of a model"
+    )
     plan.add_argument(
         "--world-size", type=int, metavar="N",
         help="the number of ranks (default: those of the topology)",
@@ -82,9 +85,9 @@ def add(verbs: Any) -> None:
         ("data-parallel", "replicate tables of at most so many elements on every rank, no others"),
     ):
         plan.add_argument(f"--{name}-threshold", type=int, metavar="N", help=what)
-    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.add_argument("-o", "--output", type=path, metavar="FILE", help="write the plan as JSON")
     plan.add_argument(
-        "--picture", metavar="FILE", help="draw the load of every rank, as .svg or .html"
+        "--picture", type=path, metavar="FILE", help="draw the load of every rank, as .svg or .html"
     )
     plan.add_argument(
         "--explain", metavar="TABLE", help="say why this table is where it is, and show no plan"
@@ -114,6 +117,12 @@ def add(verbs: Any) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from recast.runtime.planner import picture
 
+    if args.spec is None and args.arg:
+        raise UsageError(
+            "recast plan: --arg without a model",
+            why="it is an argument of the function that SPEC names",
+            tries=("recast plan SPEC --arg NAME=VALUE", "leave --arg out"),
+        )
     if args.spec is None and args.dynamic:
         raise UsageError(
             "recast plan: --dynamic without a model",
@@ -139,7 +148,11 @@ def _plan(args: argparse.Namespace) -> int:
             said = {"what": error.what, "why": error.why, "try": list(error.tries)}
             emit(args, "", {"fits": False, **said})
         raise
-    text = picture.text(made) if args.explain is None else picture.explain(made, args.explain)
+    if args.explain is None:
+        width = columns() or picture.BAR + picture.BESIDE
+        text = picture.text(made, min(picture.BAR, max(width - picture.BESIDE, 8)))
+    else:
+        text = picture.explain(made, args.explain)
     if made.world_size == 1 and args.explain is None:
         text += "\nfor several ranks: --world-size N"
     elif args.explain is None:
@@ -257,6 +270,13 @@ def _pins(args: argparse.Namespace) -> dict[str, Any]:
                 f"recast plan: --pin {text}",
                 why="a pin is a table, an equals sign and a sharding type",
                 tries=("--pin TABLE=row_wise",),
+            )
+        if kind not in SHARDING_TYPES:
+            near = get_close_matches(kind, SHARDING_TYPES, n=2) or SHARDING_TYPES[:2]
+            raise UsageError(
+                f"recast plan: --pin {text}",
+                why=f"sharding types are {', '.join(SHARDING_TYPES)}",
+                tries=[f"--pin {name}={one}" for one in near],
             )
         pins[name] = kind
     return pins

@@ -78,6 +78,11 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
 
 def _file(place: str) -> ModuleType:
     path = Path(place)
+    if path.is_dir():
+        raise UsageError(
+            f"spec: {place} is a folder, not a Python file",
+            tries=[f"{p}:ATTR" for p in sorted(path.glob("*.py"))[:2]],
+        )
     if not path.is_file():
         beside = [p.stem for p in path.parent.glob("*.py")]
         folder = "the current folder" if path.parent == Path() else f"{path.parent}"
@@ -132,7 +137,7 @@ def _attribute(module: ModuleType, attribute: str, place: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = [n for n in vars(found) if not n.startswith("_")] if part else []
+            names = [n for n in dir(found) if not n.startswith("_")] if part else []
             near = get_close_matches(part, names, n=2)
             near = near or [w.rpartition(":")[2] for w in _written_in(place)[:2]]
             near = near or _candidates(module)[:2]
@@ -150,9 +155,13 @@ def _candidates(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, nn.Module)
-        or (callable(value) and getattr(value, "__module__", None) == module.__name__)
+        if not name.startswith("_") and (isinstance(value, nn.Module) or _is_of(value, module))
     ]
+
+
+def _is_of(value: Any, module: ModuleType) -> bool:
+    """Whether it is a function or class that ``module`` itself defines."""
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def _written_in(text: str) -> list[str]:
@@ -218,12 +227,14 @@ def _bind(
 
 
 def _subject(text: str, answer: Any) -> Subject:
+    if inspect.iscoroutine(answer):
+        answer.close()  # or Python warns that nobody awaited it
     parts = answer if isinstance(answer, tuple) else (answer,)
     if not 1 <= len(parts) <= 4 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(p).__name__ for p in parts)
         raise UsageError(
             f"spec: {text} returned ({kinds})"
-            if len(parts) > 1
+            if isinstance(answer, tuple)
             else f"spec: {text} returned {kinds}",
             why=f"it should return a Module, or {RETURNS}",
         )

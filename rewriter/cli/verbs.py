@@ -32,7 +32,20 @@ from .model_args import (
     times_option,
 )
 from .terminal import busy, columns, counting, emit, quiet_stdout
-from .usage import BAD_QUESTION, NO, YES, Run, common, count, positive, rate, verb
+from .usage import (
+    BAD_QUESTION,
+    NO,
+    YES,
+    Run,
+    common,
+    count,
+    factor,
+    path,
+    positive,
+    rate,
+    seed,
+    verb,
+)
 
 _SPEC = """\
 attr is a module, or a function that returns a model, (model, example), (model, example, loss) or
@@ -87,7 +100,7 @@ def add(verbs: Any) -> None:
         " the\nresult, call recast.optimize in your program.",
     )  # fmt: skip
     optimize.add_argument(
-        "-o", "--output", default="out", metavar="DIR", help="the folder (default out)"
+        "-o", "--output", type=path, default="out", metavar="DIR", help="the folder (default out)"
     )
     optimize.add_argument(
         "--format",
@@ -112,7 +125,7 @@ def add(verbs: Any) -> None:
             help="optimizer steps to compare; 0: none (default %(default)s)",
         )  # fmt: skip
         parser.add_argument(
-            "--seed", type=int, default=0, metavar="N",
+            "--seed", type=seed, default=0, metavar="N",
             help="of dropout, and of the random weights of outputs if SPEC gives no loss (default"
             " %(default)s)",
         )  # fmt: skip
@@ -153,7 +166,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--at-least",
-        type=float,
+        type=factor,
         metavar="X",
         help="exit code 1 if it is not X times as fast as plain",
     )

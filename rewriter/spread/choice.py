@@ -127,7 +127,8 @@ def thresholds(sharding: Any) -> dict[str, int]:
         )
     found = {key: sharding[key] for key in _THRESHOLDS if key in sharding}
     for key, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        least = 1 if key == "column_slice_threshold" else 0  # a shard of 0 elements holds nothing
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UsageError(
                 f"optimize: {key}={value!r} is not a number of elements",
                 why="a table of rows x columns has as many, and it is compared with them",

@@ -34,7 +34,8 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("data_parallel", "row_slice", "column_slice"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
+            least = 1 if name == "column_slice" else 0  # shards of at most 0 elements hold nothing
+            if value is not None and (type(value) is not int or value < least):
                 raise UsageError(
                     f"{name}_threshold={value!r} is not a number of elements",
                     why="a table of rows x columns has as many, and it is compared with them",

@@ -8,6 +8,7 @@ from ..plan import Load, Placement, Plan, Table
 from ..topology import GIB
 
 WIDTH, ROW, LEFT = 560, 18, 70
+BAR, BESIDE = 40, 38  # columns of the text: of the longest bar, and of what stands beside it
 MOST_TABLES = 32  # told in the text
 MOST = 64  # ranks drawn: of more, evenly spaced ones and the slowest
 STYLE = (
@@ -16,8 +17,10 @@ STYLE = (
 )
 
 
-def text(plan: Plan, width: int = 40) -> str:
-    """A bar for each rank: ``#`` compute, ``=`` communication; with its memory; then the tables."""
+def text(plan: Plan, width: int = BAR) -> str:
+    """A bar for each rank, of ``width`` columns at most: ``#`` compute, ``=`` communication; with
+    its memory; then the tables.
+    """
     lines = [str(plan)]
     if plan.topology is not None:
         lines.append(str(plan.topology))

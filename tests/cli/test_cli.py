@@ -250,6 +250,17 @@ def test_env(run: Run) -> None:
         (["explain", f"{HERE / 'small.py'}:HERE"], ["is an int, not a model", "small.py:Small"]),
         (["bench", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "--inference"]),
         (["plan", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "  why  "]),
+        (["plan", "--tables", "x.json", "--arg", "a=1"], ["recast plan: --arg without a model"]),
+        (
+            ["plan", SPEC, "--world-size", "2", "--pin", "tables.0=rowwise"],
+            ["recast plan: --pin tables.0=rowwise", "try  --pin tables.0=row_wise"],
+        ),
+        (
+            ["plan", SPEC, "--world-size", "2", "--column-slice-threshold", "0"],
+            ["column_slice_threshold=0 is not a number of elements"],
+        ),
+        (["explain", str(HERE)[:-3] + "cli:x"], ["is neither a .py file nor the name"]),
+        (["explain", f"{HERE / 'small.py'}:HERE.bit_count.x"], ["has no 'HERE.bit_count.x'"]),
     ],
 )
 def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None:
@@ -276,12 +287,26 @@ def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None
         ["bench", SPEC, "--lr", "high"],
         ["bench", SPEC, "--dump", "steps"],  # which nothing would be written to
         ["bisect", SPEC, "--dump", "steps"],
+        ["explain", SPEC, "--dump", ""],
+        ["optimize", SPEC, "-o", ""],
+        ["plan", "--tables", ""],
+        ["plan", SPEC, "-o", ""],
+        ["diff", SPEC, "--seed", "9" * 30],
+        ["bisect", SPEC, "--seed", str(-(2**62))],
+        ["bench", SPEC, "--at-least", "nan"],
+        ["bench", SPEC, "--at-least", "0"],
     ],
 )
 def test_usage(run: Run, arguments: list[str]) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert re.search(r"try  recast.* --help", err)
+
+
+def test_what_is_too_much_is_refused_by_the_verb(run: Run) -> None:
+    code, out, err = run("list", "passes", "ops", "--all")
+    assert (code, out) == (2, "")
+    assert err == "recast list: unrecognized arguments: ops --all\n  try  recast list --help\n"
 
 
 def test_a_model_that_is_not_captured_is_told(run: Run) -> None:

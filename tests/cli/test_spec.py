@@ -32,6 +32,14 @@ class Net(nn.Module):
 net = Net()
 number = 3
 
+table = {"a": 1}
+
+async def later():
+    return net
+
+def nothing():
+    return ()
+
 class holder:
     inner = Net(5)
 
@@ -75,6 +83,8 @@ def _undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     (tmp_path / "its_models.py").write_text(SOURCE)
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "folder.py" / "own.py").touch()
     yield
     for name in set(sys.modules) - before:
         if name.startswith(("zoo_", "_recast_spec_")):
@@ -181,6 +191,11 @@ def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> No
         ("its_models", [], ["spec: cannot read 'its_models'", "  why  a model is named by"]),
         ("its_models.py", [], ["spec: cannot read", "  try  its_models.py:Net   |   its_mod"]),
         ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  its_models.py"]),
+        ("folder.py:net", [], ["spec: folder.py is a folder", "  try  folder.py/own.py:ATTR"]),
+        ("its_models.py:holder.x", [], ["has no 'holder.x'"]),
+        ("its_models.py:table.x", [], ["has no 'table.x'"]),
+        ("its_models.py:later", [], ["its_models.py:later returned coroutine"]),
+        ("its_models.py:nothing", [], ["its_models.py:nothing returned ()"]),
         ("far_away.py:net", [], ["there is no file far_away.py", "  why  looked in the current"]),
         ("sub/models.py:net", [], ["no file sub/models.py", "  why  there is no folder sub"]),
         ("its_mdels:net", [], ["there is no module its_mdels", "  why  'its_mdels' is neither"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from recast.errors import RecastWarning, UsageError
+from recast.rewriter.cli import main as cli
 from recast.rewriter.cli import terminal
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +104,25 @@ def test_a_terminal_is_not_overrun(
     for got in capsys.readouterr():
         assert " ".join(got.split()) == text.strip().replace("  ", " ")
         assert (max(map(len, got.splitlines())) <= 20) is (width is not None)
+
+
+@pytest.mark.parametrize("verb", [[], ["explain"], ["diff"], ["plan"], ["simulate"], ["list"]])
+def test_the_help_fits_a_terminal(
+    verb: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same words as in a file."""
+
+    def told(width: int, shown_there: bool) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: shown_there, raising=False)
+        assert cli.main([*verb, "--help"]) == 0
+        return capsys.readouterr().out
+
+    for width in (60, 80):
+        shown = told(width, True)
+        assert max(map(len, shown.splitlines())) <= width
+        assert shown.split() == told(width, False).split()
+    assert told(200, True) == told(200, False)
 
 
 def test_json_has_no_nan_and_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
