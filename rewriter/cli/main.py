@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone: `recast ... | head`
-        lead_nowhere()
+        lead_nowhere(sys.stdout)
         return YES
     except RecastError as error:
         return _refuse(error, args, arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.report import dump, output
 
 from . import arguments, spec
-from .terminal import busy, quiet_stdout
+from .terminal import busy, complain, quiet_stdout
 from .usage import path
 
 
@@ -107,7 +106,7 @@ def _dumping(subject: Any, passes: tuple[Any, ...], args: argparse.Namespace) ->
             tries=("--dump FOLDER, one that can be written",),
         ) from error  # fmt: skip
     if not args.quiet:
-        sys.stderr.write(f"wrote {folder / '00-capture.txt'}, and {count} after it\n")
+        complain(f"wrote {folder / '00-capture.txt'}, and {count} after it")
     return compiled
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +12,7 @@ from recast.errors import PlanError, UsageError
 from recast.runtime.plan import SHARDING_TYPES
 
 from . import arguments
-from .terminal import busy, columns, counting, emit, quiet_stdout
+from .terminal import busy, columns, complain, counting, emit, quiet_stdout
 from .usage import common, path, verb
 
 _EPILOG = """\
@@ -332,7 +331,7 @@ def _simulate(args: argparse.Namespace) -> int:
     asked = [(name, n) for name in names for n in devices]
     if args.model is None and not args.quiet:
         told = f"{len(names)} models on {args.topology}, {len(asked)} plans, may take minutes"
-        sys.stderr.write(f"{told}; of one model: recast simulate --model {names[0]}\n")
+        complain(f"{told}; of one model: recast simulate --model {names[0]}")
     rows = []
     with counting(args, len(asked), "planning") as progress:
         for name, n in asked:

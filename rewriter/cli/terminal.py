@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import Any
+from typing import Any, TextIO
 
 from recast.errors import UsageError
 from recast.rewriter.report.wrap import wrapped
@@ -37,7 +37,7 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
     except BrokenPipeError:  # the reader has stopped reading, which is no error
         raise
     except OSError as error:
-        lead_nowhere()
+        lead_nowhere(sys.stdout)
         why = error.strerror or str(error)
         raise UsageError("output: cannot write to stdout", why=why) from error
 
@@ -48,10 +48,16 @@ def columns() -> int | None:
 
 
 def complain(text: str) -> None:
-    """Write ``text`` to stderr, in lines that fit if it is a terminal."""
+    """Write ``text`` to stderr, in lines that fit if it is a terminal. If nobody reads it any more,
+    or its disk is full, it is lost; the answer and its exit code are not.
+    """
     if sys.stderr.isatty():
         text = wrapped(text, shutil.get_terminal_size().columns)
-    sys.stderr.write(f"{text}\n")
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:
+        lead_nowhere(sys.stderr)
 
 
 def _finite(data: Any) -> Any:
@@ -63,9 +69,9 @@ def _finite(data: Any) -> Any:
     return [_finite(v) for v in data] if isinstance(data, (list, tuple)) else data
 
 
-def lead_nowhere() -> None:
-    """Drop what stdout still buffers, which Python would try to write once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def lead_nowhere(stream: TextIO) -> None:
+    """Drop what ``stream`` still buffers, which Python would try to write once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager

@@ -79,6 +79,16 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             terminal.emit(argparse.Namespace(json=False), "a", None)
 
 
+def test_an_answer_stays_when_nobody_reads_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``recast diff SPEC 2>&1 >report | head -1``; with a full disk too."""
+    read, write = os.pipe()
+    os.close(read)
+    for stream in (os.fdopen(write, "w"), open("/dev/full", "w")):  # noqa: SIM115
+        with stream:
+            monkeypatch.setattr(sys, "stderr", stream)
+            assert cli.main(["explain", "nowhere.py:model"]) == 2
+
+
 def test_the_golden_fixture_can_fail(
     golden: Callable[[str, str], None], request: pytest.FixtureRequest
 ) -> None:

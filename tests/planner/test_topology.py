@@ -26,6 +26,8 @@ def test_presets_scale_by_hosts(name: str) -> None:
 
 
 def test_json_file(tmp_path: Path) -> None:
+    (tmp_path / "machines").write_text(json.dumps(PRESETS["cpu"].to_dict()))
+    assert named(str(tmp_path / "machines")) == PRESETS["cpu"]
     (tmp_path / "part.json").write_text('{"name": "x"}')
     with pytest.raises(UsageError, match=r"part\.json: topology x: no ranks"):
         named(str(tmp_path / "part.json"))
