@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recast.errors import UsageError
 from recast.rewriter.compiled import trees
 from recast.rewriter.diff import model_runs
 
@@ -165,7 +166,14 @@ def training_step(
     weigh, given = loss or _Weights(), _own(batch)
 
     def step() -> None:
-        weigh(model(*given)).backward()
+        total = weigh(model(*given))
+        if not total.requires_grad:
+            raise UsageError(
+                f"recast bench: the loss of {type(model).__name__} has no gradient",
+                why="what is timed is a training step, and nothing depends on parameters",
+                tries=("--inference",),
+            )
+        total.backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)  # last, so that a step's memory shows its gradients
@@ -198,7 +206,7 @@ class _Weights:
             generator = torch.Generator().manual_seed(0)
             self.weights = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
         parts = [(t * w).sum() for t, w in zip(tensors, self.weights, strict=True)]
-        return torch.stack(parts).sum()
+        return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def _own(batch: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -71,6 +71,12 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output has gone: `recast ... | head`
         lead_nowhere(sys.stdout)
         return YES
+    except SystemExit as stop:
+        complain(
+            f"recast {args.verb}: the model ended the program, with exit code {stop.code}\n"
+            "  try  raise an exception in forward, which is told with its line"
+        )
+        return BAD_QUESTION
     except RecastError as error:
         return _refuse(error, args, arguments)
     except Exception as error:

@@ -11,8 +11,10 @@ from typing import Any
 from recast.errors import UsageError
 from recast.rewriter import api, api_stored
 from recast.rewriter.api_link import link
+from recast.rewriter.arguments import check_model
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.report import dump, output
+from recast.runtime.ranks import materialise
 
 from . import arguments, spec
 from .terminal import busy, complain, quiet_stdout
@@ -65,7 +67,15 @@ def question(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """The subject of SPEC, and the pipeline; wrong passes are reported before the model loads."""
     passes = pipeline(args)
     with quiet_stdout():
-        return spec.load(args.spec, args.arg), passes
+        subject = spec.load(args.spec, args.arg)
+    check_model(subject.model)
+    return subject, passes
+
+
+def with_memory(subject: Any) -> None:
+    """Initialise a model on meta, as ``optimize`` does, for commands that capture it themselves."""
+    if materialise.on_meta(subject.model):
+        materialise.materialise(subject.model, {})
 
 
 def optimised(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -83,6 +93,7 @@ def optimised(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _dumping(subject: Any, passes: tuple[Any, ...], args: argparse.Namespace) -> Any:
     """Optimise, and write the graph as captured and after every pass that changed its text."""
+    with_memory(subject)
     captured = capture(subject.model, subject.example, forms=subject.forms)
     before = [output.text(one, one.name) for one in (captured, *captured.forms)]
     compiled = link(

@@ -215,6 +215,7 @@ def _of_tables(args: argparse.Namespace) -> Any:
 def _of_model(args: argparse.Namespace) -> Any:
     from recast import optim
     from recast.rewriter import api
+    from recast.rewriter.arguments import check_model
     from recast.runtime.plan import single
 
     from . import bench, spec
@@ -226,6 +227,7 @@ def _of_model(args: argparse.Namespace) -> Any:
             tries=("leave --batch out", "--arg batch=N, where the function of SPEC takes it"),
         )
     subject = spec.load(args.spec, args.arg)
+    check_model(subject.model)
     if next(subject.model.parameters(), None) is None:
         raise UsageError(
             f"recast plan: {type(subject.model).__name__} has no parameters",

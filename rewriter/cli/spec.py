@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,7 +111,7 @@ def _file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _raised(f"spec: {place} raised while it was imported", error, path.name) from error
+        raise raised(f"spec: {place} raised while it was imported", error, path.name) from error
     return module
 
 
@@ -128,9 +129,9 @@ def _module(place: str) -> ModuleType:
                 why=f"{missing!r} is neither installed nor in the current folder",
                 tries=(f"{file}:ATTR" if file.is_file() else "file.py:ATTR",),
             ) from error
-        raise _raised(f"spec: {place} raised while it was imported", error) from error
+        raise raised(f"spec: {place} raised while it was imported", error) from error
     except (Exception, SystemExit) as error:
-        raise _raised(f"spec: {place} raised while it was imported", error) from error
+        raise raised(f"spec: {place} raised while it was imported", error) from error
 
 
 def _attribute(module: ModuleType, attribute: str, place: str) -> Any:
@@ -201,7 +202,7 @@ def _call(text: str, function: Callable[..., Any], arguments: Sequence[str]) -> 
         return function(**values)
     except (Exception, SystemExit) as error:
         what = f"spec: {text} raised when it was called"
-        raise _raised(what, error, _file_of(function)) from error
+        raise raised(what, error, _file_of(function)) from error
 
 
 def _bind(
@@ -264,6 +265,7 @@ def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | 
     if loss is None:
         return None
 
+    @wraps(loss, assigned=(), updated=())  # who refuses it names the line of the loss
     def judged(*args: Any, **kwargs: Any) -> Any:
         try:
             value = loss(*args, **kwargs)
@@ -288,7 +290,7 @@ def _of_loss(text: str, loss: Callable[..., Any], error: Exception) -> UsageErro
     """
     what = f"spec: the loss returned by {text} raised"
     if (getattr(loss, "__module__", None) or type(loss).__module__).partition(".")[0] != "torch":
-        return _raised(what, error)
+        return raised(what, error)
     return UsageError(
         what,
         why=f"a loss is called with the output of the model alone; {type(error).__name__}: {error}",
@@ -296,7 +298,7 @@ def _of_loss(text: str, loss: Callable[..., Any], error: Exception) -> UsageErro
     )
 
 
-def _raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:
+def raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:
     """The report of an error in the user's own code: its last line there, and its message."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).resolve())

@@ -21,6 +21,7 @@ from recast.rewriter.report.report import Report
 from recast.runtime import tolerances
 
 from . import bench, env
+from .blame import blaming
 from .model_args import (
     command,
     dump_option,
@@ -30,6 +31,7 @@ from .model_args import (
     pipeline,
     question,
     times_option,
+    with_memory,
 )
 from .terminal import busy, columns, counting, emit, quiet_stdout
 from .usage import (
@@ -222,7 +224,8 @@ def _diff(args: argparse.Namespace) -> int:
         again += ["--optimizer", args.optimizer]
     again += ["--dtype", args.dtype] if args.dtype else []
     asked |= {"dtype": _dtype(args.dtype), "command": command(args, "diff", *again)}
-    with busy(args, "comparing outputs, gradients and steps"), quiet_stdout():
+    comparing = busy(args, "comparing outputs, gradients and steps")
+    with comparing, quiet_stdout(), blaming(subject):
         found = diff(subject.model, compiled, example(subject), **asked)
         further = _diff_of_forms(subject, compiled, asked)
     texts, data, ok = [found.text(width=columns())], found.to_dict(), found.ok
@@ -255,6 +258,7 @@ def _caught(args: argparse.Namespace, error: VerifyError) -> int:
 def _bisect(args: argparse.Namespace) -> int:
     subject, passes = question(args)
     batch = example(subject)
+    with_memory(subject)
 
     def build(fuel: int | None) -> Any:
         captured = capture(subject.model, subject.example)
@@ -265,6 +269,7 @@ def _bisect(args: argparse.Namespace) -> int:
         with (
             busy(args, "searching for the first rewrite that breaks the numbers"),
             quiet_stdout(),
+            blaming(subject),
         ):
             culprit = bisect(subject.model, build, batch, **asked)
     except VerifyError as error:
@@ -303,7 +308,8 @@ def _bench(args: argparse.Namespace) -> int:
             models = zip((plain, fast), opts, strict=True)
             steps = [bench.training_step(m, batch, subject.loss, o) for m, o in models]
             words = f"training step: forward, backward, {make.__name__}"
-    with counting(args, args.rounds) as progress, quiet_stdout():
+    blames = blaming(subject, trains=not args.inference)
+    with counting(args, args.rounds) as progress, quiet_stdout(), blames:
         timings = bench.compare(steps[0], steps[1], rounds=args.rounds, progress=progress)
     found = bench.Bench(type(subject.model).__name__, words, *timings, machine=env.machine())
     slow = args.at_least is not None and found.speedup < args.at_least
@@ -316,10 +322,11 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _can_train(model: torch.nn.Module) -> None:
-    """Raise UsageError for a model that no optimizer can be made for."""
-    if next(model.parameters(), None) is None:
+    """Raise UsageError for a model that has nothing to train."""
+    if not any(p.requires_grad for p in model.parameters()):
+        frozen = " to train: all are frozen" if any(True for _ in model.parameters()) else ""
         raise UsageError(
-            f"recast bench: {type(model).__name__} has no parameters",
+            f"recast bench: {type(model).__name__} has no parameters{frozen}",
             why="what is timed is a training step",
             tries=("--inference",),
         )

@@ -181,7 +181,7 @@ def scalar(loss: Loss, output: Any) -> Tensor:
         got = "does not depend on the output in a way that gradients see"
     else:
         return total
-    code = getattr(loss, "__code__", None)
+    code = getattr(inspect.unwrap(loss), "__code__", None)
     raise UsageError(
         f"diff: the loss {got}",
         where=code and f"{Path(code.co_filename).name}:{code.co_firstlineno}",
