@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from recast import passes as library
+from recast.errors import VerifyError
 from recast.passes.precision import QuantiseForms, read_whole
 from recast.rewriter.capture.capture_model import Captured
 
@@ -23,7 +24,10 @@ def agreed(captured: Captured, passes: Sequence[Pass]) -> tuple[Pass, ...]:
         return tuple(passes)
     first = passes[: stores[0]]
     forms = [_rewritten(one, first) for one in (captured, *captured.forms)]
-    whole = read_whole(forms, captured.root)
+    try:
+        whole = read_whole(forms, captured.root)
+    except VerifyError:  # a pass is defective, which linking tells, and goes on without it
+        return tuple(passes)
     return tuple(
         QuantiseForms(p.precision, whole) if isinstance(p, library.QuantiseTables) else p
         for p in passes
