@@ -23,7 +23,7 @@ from recast.runtime.ranks.batch_of_all import (
     own_positions,
     sizes_of_all,
 )
-from recast.runtime.ranks.means_of_all import counted_of_all
+from recast.runtime.ranks.means_of_all import OF_ALL, counted_of_all
 
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
 from .leaf import argument, extra, spec_of
@@ -71,6 +71,8 @@ class Mixed:
 def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
     """What ``node`` does along the rows of the batch; None: nothing, or it is a loss."""
     name, made = _name(node), spec_of(node)
+    if node.users and all(is_call(user, *OF_ALL) for user in node.users):
+        return None  # by SynchronisePairs
     if name is None and (of_other_rows(node) or finds_rows(node)):
         return None if chooses(node) else Mixed(name_of(node))
     if is_sum_by_rows(node):

@@ -259,11 +259,12 @@ def _along_rows(node: Node, name: str) -> bool:
 # ---------------------------------------------------------------- what reads it
 
 
-def why_not_mean(made: Node) -> str | None:
+def why_not_mean(made: Node, of_all: bool = False) -> str | None:
     """Why what is computed of ``made``, of this rank's rows beside those of all, is not what one
-    process computes: the mean over ranks of a value that is no mean. None if it is.
+    process computes: the mean over ranks of a value that is no mean. None if it is. ``of_all``: it
+    is that of all ranks, so any function of it is.
     """
-    spec = spec_of(made)
+    spec = None if of_all else spec_of(made)
     scalar = spec is not None and not any(isinstance(size, str) for size in spec.shape)
     seen, queue = set[Node](), [made]
     while queue:

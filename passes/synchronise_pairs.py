@@ -13,7 +13,7 @@ Where the rows are reduced and where the columns, as in a symmetric loss, it is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,7 @@ from recast.rewriter.ir import KEY, Graph, Node, Spec, annotate, is_call, is_met
 from recast.rewriter.order import declare_random, droppable
 from recast.rewriter.report.journal import Missed
 from recast.runtime.ranks.batch_of_all import batch_of_all, own_diagonal, sizes_of_all
+from recast.runtime.ranks.means_of_all import mean_of_all, sum_of_all
 
 from .batch_dimension import inputs_read
 from .batch_pair_writes import above_of, only_asks, written_to
@@ -41,7 +42,7 @@ from .batch_pairs import (
     shape,
 )
 from .leaf import argument, module_of, reduction_of, spec_of
-from .own_rows import batch_dims, counts_places, name_of, why_not_mean
+from .own_rows import batch_dims, counts_places, is_mean, name_of, why_not_mean
 from .synchronise import fired
 
 if TYPE_CHECKING:
@@ -313,9 +314,23 @@ def _read(node: Node, paired: Paired, root: nn.Module) -> Node:
     """
     made = _consumed(node, paired, root)
     why = why_not_mean(node)
-    if why is not None:
+    if why is None:
+        return made
+    of_all = _number_of_all(node)
+    if of_all is None or any(map(is_mean, node.users)):
         raise Unlike(why)
-    return made
+    return paired.call(node, of_all, made, paired.sizes)
+
+
+def _number_of_all(node: Node) -> Callable[..., Any] | None:
+    """What makes that of all ranks of ``node``, a mean or a sum of pairs of which a function is
+    taken: ``logits.exp().mean().log()``.
+    """
+    known = is_call(node, torch.mean, torch.sum, *_LOSSES) or is_method(node, "mean", "sum")
+    spec = spec_of(node)
+    if not known or spec is None or spec.shape or why_not_mean(node, of_all=True) is not None:
+        return None
+    return sum_of_all if "sum" in (name_of(node), node.kwargs.get("reduction")) else mean_of_all
 
 
 def _keep_apart(done: dict[Node, Node], left: dict[Node, str]) -> None:
