@@ -43,15 +43,15 @@ def _alone(of: Tensor) -> bool:
 
 @_disable_dynamo
 def counted_of_all(target: Tensor, ignore_index: int, weight: Tensor | None = None) -> Tensor:
-    """(W,) on the CPU: of each rank, how many of the classes ``target`` are not ``ignore_index``,
-    or the sum of their ``weight``. A collective.
+    """(W,) on the device of ``target``: of each rank, how many of these classes are not
+    ``ignore_index``, or the sum of their ``weight``. A collective.
     """
     counts = target != ignore_index
     own = counts.sum() if weight is None else weight.detach()[target[counts]].sum()
     if _alone(target):
         return own.unsqueeze(0)
     call_mode.exchange_once()
-    return gathered(own, what="all_gather of sizes").cpu()
+    return gathered(own, what="all_gather of sizes")  # not waited for, as .cpu() would
 
 
 @_disable_dynamo
@@ -61,10 +61,11 @@ def mean_of_all(mean: Tensor, sizes: Tensor) -> Tensor:
     """
     if _alone(mean):
         return mean
-    own, total = sizes[collectives.rank()].item(), sizes.sum().item()
-    if own == 0 < total:  # it is no number
-        mean = mean.nan_to_num(0.0)
-    result: Tensor = _SumOfAll.apply(mean * (own / total if total else 0.0))
+    own, total = sizes[collectives.rank()].double(), sizes.sum()
+    none, share = (own == 0) & (total != 0), own / total
+    if sizes.device != mean.device:
+        none, share = none.to(mean.device), share.to(mean.device)
+    result: Tensor = _SumOfAll.apply(mean.masked_fill(none, 0.0) * share)  # of none, it is NaN
     return result
 
 
