@@ -8,7 +8,7 @@ tracing               tracer, values, shapes, intercept, recording, operands, sc
                       calls, frames, no_grad, storages, counted_sizes
 result                tidy, constants, proof (the graph gives the model's own results)
 checked at each call  guards, layer_shapes, dynamic_sizes, squeezes, step_loops, python_reads,
-                      code_watcher, missing_attributes
+                      profilers, code_watcher, missing_attributes
 side effects          shown, muted (what forward prints and logs), argument_writes,
                       attribute_writes (of the model), kept_numbers (counters), restored_state
                       (undone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import os
 import sys
@@ -25,7 +26,7 @@ _TRANSFORMS = tuple(
 )
 _CHECKPOINT = torch.utils.checkpoint.__file__
 LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
-_NOT_THE_USERS = *_OURS, _TORCH, _NUMPY, "<frozen"
+_NOT_THE_USERS = *_OURS, _TORCH, _NUMPY, str(contextlib.__file__), "<frozen"
 
 
 def ours(frame: FrameType) -> bool:

@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from recast.rewriter.compiled.code_names import closed_over
+from recast.rewriter.compiled.homes import home_of
 from recast.rewriter.compiled.object_contents import PLAIN
 
-from . import frames
+from . import frames, profilers
 from .code_watcher import CodeWatcher
 
 _SLOTS = frozenset({*vars(nn.Module()), "forward"})  # what nn.Module keeps of its own
@@ -54,21 +55,18 @@ class PythonReads:
     def ran(self, frame: FrameType) -> None:
         """Note user code that runs: it can only see what it names."""
         if frame.f_code not in self.codes:
-            self.codes[frame.f_code] = str(frame.f_globals.get("__name__"))
+            self.codes[frame.f_code] = home_of(frame.f_globals)
         if frame.f_code.co_freevars:
             self.closed.update(closed_over(frame))
 
     @contextmanager
     def watching(self, refuse: Callable[[str], None]) -> Iterator[None]:
-        """Note all user code that runs inside, except what a debugger hides from us."""
-        if sys.getprofile() is not None:  # somebody else's
-            yield
-            return
+        """Note all user code that runs inside."""
         self.profile = CodeWatcher(
             self.ran, refuse, self.environment.setdefault, self.autocast_dtypes.setdefault,
             self.prints.setdefault,
         )  # fmt: skip
-        with _unseen_collections(self.profile):
+        with profilers.aside(refuse), _unseen_collections(self.profile):
             sys.setprofile(self.profile)
             try:
                 yield

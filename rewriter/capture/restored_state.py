@@ -8,7 +8,6 @@ to none of its tables costs no memory.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.rewriter.compiled.code_names import codes_of, globals_in
 from recast.rewriter.compiled.copies import unregistered
+from recast.rewriter.compiled.homes import scope_of
 from recast.rewriter.compiled.object_contents import CALLED, CONTAINERS, PLAIN, Absent
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.compiled.visible_names import MOST
@@ -171,7 +171,7 @@ def restored_globals(root: nn.Module) -> Iterator[None]:
     """
     found: dict[int, Any] = {}
     for code, home in codes_of(root).items():
-        scope = getattr(sys.modules.get(home), "__dict__", {})
+        scope = scope_of(home) or {}
         found |= {id(v): v for name in globals_in(code) if (v := scope.get(name)) is not None}
     kinds = (torch.Tensor, nn.Module, ModuleType, *CONTAINERS)
     objects = (v for v in found.values() if not isinstance(v, kinds))

@@ -16,6 +16,7 @@ from recast.rewriter.compiled import code_names
 from recast.rewriter.compiled.baked_values import global_values, of_classes, taken_by_trace
 from recast.rewriter.compiled.copies import modules_by_path, unregistered
 from recast.rewriter.compiled.external_state import BakedValue, Check, checks, slot
+from recast.rewriter.compiled.homes import named
 from recast.rewriter.compiled.object_contents import Absent
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
@@ -202,7 +203,7 @@ def _shared(root: nn.Module) -> list[tuple[Check, str]]:
         kept = one.check.check if type(one.check) is ProcessLocal else one.check
         if isinstance(kept, Function):
             kept = seen.whole_function(kept)
-        home = one.owner if one.kind == "global" else ""
+        home = named(one.owner) if one.kind == "global" else ""
         shared += [(check, home) for check in checks((replace(one, check=kept),), modules)]
     return shared
 

@@ -6,9 +6,10 @@ running       codegen, stacks (results that stay together), signature, trees (ne
               array_inputs (of numpy), unread (what of the arguments does not matter)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from
               Python), baked_values (how that is found), instructions (of code), code_names (what
-              it names), visible_names (what it can see), value_checks (how a value is compared),
-              object_contents (by name), snapshots (what need not be compared again), entries (of
-              dicts), known_calls (of which nothing need be asked again)
+              it names), homes (and whose names those are), visible_names (what it can see),
+              value_checks (how a value is compared), object_contents (by name), snapshots (what
+              need not be compared again), entries (of dicts), known_calls (of which nothing need be
+              asked again)
 falling back  fallback (which errors), undo (what a graph did before)
 copies        copies (of the model), linked_hooks (its hooks), graph_pickle (graphs as data)
 """

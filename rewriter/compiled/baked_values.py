@@ -26,6 +26,7 @@ from recast.rewriter.capture.missing_attributes import counted, missing, of_laye
 
 from .code_names import codes_of, globals_in, imports_in, lies_within, methods, names_in, rebound
 from .external_state import BakedValue, answer
+from .homes import scope_of
 from .object_contents import PLAIN, Absent, hidden
 from .value_checks import (
     Cell,
@@ -66,7 +67,7 @@ def global_values(
     """
     found = {}
     for code, module in codes.items():
-        scope = getattr(sys.modules.get(module), "__dict__", {})
+        scope = scope_of(module) or {}
         if strict and "globals" in globals_in(code):
             raise NotComparable("globals(), in which any name can be looked up")
         for name in globals_in(code):
@@ -240,7 +241,7 @@ def of_libraries(
     ``torch.backends.mkldnn.enabled``: functions, which tools replace, and settings.
     """
     scopes = [
-        (code, vars(sys.modules[home])) for code, home in codes.items() if home in sys.modules
+        (code, scope) for code, home in codes.items() if (scope := scope_of(home)) is not None
     ]
     for kind in {type(m) for m in modules.values() if torch_layer(type(m))}:
         forward = kind.forward
@@ -280,7 +281,7 @@ def taken_globals(codes: Mapping[CodeType, str], seen: VisibleNames) -> list[Bak
     held = global_values(codes, seen)
     found = [BakedValue("global", m, name, check) for (m, name), check in held.items()]
     for code, home in codes.items():
-        package = getattr(sys.modules.get(home), "__package__", None)
+        package = (scope_of(home) or {}).get("__package__")
         for level, name in imports_in(code):
             try:
                 full = importlib.util.resolve_name("." * level + name, package) if level else name

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .homes import home_of
 from .instructions import Step, steps
 
 _WHOLE = frozenset({"asdict", "astuple", "attrgetter"})  # ask for any field of an object
@@ -45,7 +46,7 @@ def methods(kind: type) -> Iterator[tuple[CodeType, str]]:
         for value in vars(base).values():
             inner = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
             if isinstance(inner, FunctionType):
-                yield inner.__code__, inner.__module__
+                yield inner.__code__, home_of(inner.__globals__)
 
 
 def codes_of(root: nn.Module) -> dict[CodeType, str]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from recast.rewriter.capture.layers import torch_layer
 
+from .homes import named, scope_of
 from .object_contents import PLAIN, Absent, attributes, field
 from .value_checks import Every, Fields, Held, Method, ProcessLocal, Same, ValueCheck, contents
 
@@ -68,7 +69,7 @@ def _check(taken: BakedValue, modules: Mapping[str, nn.Module]) -> Check | None:
         of = tuple(filter(None, (taken.owner,)))
         return answer, (name, *of), taken.check, f"torch.{name}({', '.join(map(repr, of))})"
     if taken.kind == "global":
-        scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
+        scope, label = scope_of(taken.owner), f"{named(taken.owner)}.{name}"
         return None if scope is None else (scope.get, (name, Absent), taken.check, label)
     if taken.kind == "setting":
         home = sys.modules.get(taken.owner)

@@ -11,7 +11,6 @@ import array
 import dataclasses
 import enum
 import random
-import sys
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from torch import nn
 from recast.rewriter.capture.frames import LIBRARIES
 
 from .code_names import any_field, attributes_in, looked_for, names_in
+from .homes import scope_of
 from .object_contents import (
     CALLED,
     CONTAINERS,
@@ -301,7 +301,7 @@ def visible_names(
         after[name] = after.get(name, frozenset()) | {read}
     # What a class defines for Python to call, as __getitem__, has a name where it ran.
     names = frozenset({code.co_name for code in codes}).union(*map(names_in, codes))
-    scopes = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    scopes = [scope for home in homes if (scope := scope_of(home)) is not None]
     scopes += map(vars, (modules or {}).values())
     return VisibleNames(
         names.union(*(_of_getters(scope, names) for scope in scopes)),
