@@ -24,9 +24,9 @@ def counted(node: fx.Node, spec: Any, pairs: Pairs, known: set[fx.Node]) -> Any:
     """``spec`` of ``node``, with the first size unknown if values decide it. ``known``: the nodes
     of which that was found, to which this one is added.
     """
-    name = str(getattr(node.target, "__name__", node.target))
+    name = _name(node)
     finds = name in _FINDERS or node.target in (torch.unique, torch.unique_consecutive)
-    if finds or (name == "where" and len(node.args) == 1) or _masked(node, name, pairs):
+    if finds or (name == "where" and len(node.args) == 1) or _mask(node, name, pairs):
         known.add(node)
         return _unknown(spec)
     if node in known or not isinstance(spec, Spec) or not spec.shape:
@@ -40,13 +40,39 @@ def counted(node: fx.Node, spec: Any, pairs: Pairs, known: set[fx.Node]) -> Any:
     return spec
 
 
-def _masked(node: fx.Node, name: str, pairs: Pairs) -> bool:
-    """Whether ``node`` is ``x[mask]``, with a mask of the first dimensions."""
+def masks_of(node: fx.Node, pairs: Pairs, known: set[fx.Node]) -> set[fx.Node] | None:
+    """The masks of which ``node`` has a row for each place that is true; None if something else
+    decides how many it has.
+    """
+    if node not in known:
+        return None
+    size, found, seen, queue = _sizes(pairs[node]), set[fx.Node](), {node}, [node]
+    while queue:
+        one = queue.pop()
+        mask = _mask(one, _name(one), pairs)
+        if mask is not None:
+            found.add(mask)
+            continue
+        below = [n for n in one.all_input_nodes if n in known and _sizes(pairs[n]) == size]
+        if not below:
+            return None
+        queue += [n for n in below if n not in seen]
+        seen.update(below)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _mask(node: fx.Node, name: str, pairs: Pairs) -> fx.Node | None:
+    """The mask of the first dimensions, of ``x[mask]``."""
     if name != "getitem" or len(node.args) != 2:
-        return False
+        return None
     key = node.args[1][0] if isinstance(node.args[1], tuple) and node.args[1] else node.args[1]
     mask = pairs[key][0] if isinstance(key, fx.Node) else None
-    return isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() > 0
+    tensor = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.dim() > 0
+    return key if tensor and isinstance(key, fx.Node) else None
 
 
 def _unknown(spec: Any) -> Any:

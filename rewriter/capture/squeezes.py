@@ -16,6 +16,7 @@ from torch import nn
 
 from recast.rewriter.ir import Node, Spec, note
 
+from .counted_sizes import masks_of
 from .dynamic_sizes import Sizes
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class Single(Sizes):
         return tuple(d for d in self.dims if value.shape[d] == 1)
 
 
+def chooses_one(mask: torch.Tensor) -> bool:
+    """Whether ``x[mask]`` has one row."""
+    return int(mask.count_nonzero()) == 1
+
+
 def squeezed(tracer: Tracer) -> Squeezed:
     """What is squeezed where ranks matter. Of sizes that no input tells, a question is asked."""
     rows, ones, sizes = False, False, set[int]()
@@ -102,8 +108,12 @@ def squeezed(tracer: Tracer) -> Squeezed:
                 rows = True
             elif not shape[d].endswith("*B"):
                 unknown.append(d)
-        if unknown:
-            tracer.ask(given, Single(tuple(unknown)), ())
+        masks = masks_of(given, tracer.pairs, tracer.counted) if unknown == [0] else None
+        for mask in masks or ():  # which is asked without what is computed of the rows
+            tracer.ask(mask, chooses_one, chooses_one(tracer.pairs[mask][0]))
+        if unknown and masks is None:
+            single = Single(tuple(unknown))
+            tracer.ask(given, single, single(tracer.pairs[given][0]))
     return Squeezed(rows, frozenset(sizes), ones)
 
 

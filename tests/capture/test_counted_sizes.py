@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recast
+from recast.errors import RecastWarning
 
 
 class Chosen(nn.Module):
@@ -36,6 +37,30 @@ def test_the_number_of_chosen_rows_is_not_known(form: str) -> None:
     assert fast.report.captured == "whole"
     last = [line for line in fast.report.graph_text.splitlines() if ": f32[" in line][-1]
     assert ": f32[n" in last
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Embedding(9, 6), nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        chosen = ids[:, 0] > 2
+        one_each = self.layer(self.rows(ids).sum(1)[chosen]).squeeze()
+        return torch.zeros(ids.size(0)).masked_scatter(chosen, one_each * (1 + one_each.dim()))
+
+
+def test_a_squeeze_of_chosen_rows_asks_the_mask_alone() -> None:
+    model, ids = Squeezed(), torch.randint(3, 9, (8, 3))
+    fast = recast.optimize(model, example=ids)
+    (traced,) = {id(t): t for t in fast._runner.traced.values()}.values()
+    assert not [n for n in traced.asks.nodes if n.op in ("call_module", "get_attr")]
+    for few in (8, 2):
+        ids[few:, 0] = 1
+        torch.testing.assert_close(fast(ids), model(ids))
+    ids[1:, 0] = 1
+    with pytest.warns(RecastWarning, match="control flow that depends on values"):
+        torch.testing.assert_close(fast(ids), model(ids))
 
 
 def test_rows_that_are_written_into_others_keep_the_number_of_those() -> None:
