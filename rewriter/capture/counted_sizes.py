@@ -29,7 +29,8 @@ def counted(node: fx.Node, spec: Any, pairs: Pairs, known: set[fx.Node]) -> Any:
     if finds or (name == "where" and len(node.args) == 1) or _mask(node, name, pairs):
         known.add(node)
         return _unknown(spec)
-    if node in known or not isinstance(spec, Spec) or not spec.shape:
+    asks = name in ("getattr", "size")  # the device of such rows, say
+    if node in known or asks or not isinstance(spec, Spec) or not spec.shape:
         return spec
     inside = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     read = [n for n in node.all_input_nodes if n in known and (n is node.args[0] or not inside)]

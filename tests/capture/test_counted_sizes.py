@@ -63,12 +63,20 @@ def test_a_squeeze_of_chosen_rows_asks_the_mask_alone() -> None:
         torch.testing.assert_close(fast(ids), model(ids))
 
 
-def test_rows_that_are_written_into_others_keep_the_number_of_those() -> None:
+@pytest.mark.parametrize("how", ["sent", "filled"])
+def test_rows_that_are_written_into_others_keep_the_number_of_those(how: str) -> None:
     def sent(h: Tensor) -> Tensor:
         out = torch.zeros_like(h)
         out[h[:, 0] < 9] = h[h[:, 0] < 9].relu()
         return out.index_add_(0, torch.where(h[:, 0] < 9)[0], h[h[:, 0] < 9])
 
-    fast = recast.optimize(Chosen(sent), example=torch.randn(8, 6).clamp(-2, 2), passes=())
+    def filled(h: Tensor) -> Tensor:
+        chosen = h[h[:, 0] < 9]
+        out = torch.zeros(h.size(0), 6, device=chosen.device)
+        out[h[:, 0] < 9] = chosen
+        return out
+
+    form = {"sent": sent, "filled": filled}[how]
+    fast = recast.optimize(Chosen(form), example=torch.randn(8, 6).clamp(-2, 2), passes=())
     last = [line for line in fast.report.graph_text.splitlines() if ": f32[" in line][-1]
     assert ": f32[B,6]" in last
