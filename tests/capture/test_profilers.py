@@ -54,7 +54,7 @@ def test_cprofile(monkeypatch: pytest.MonkeyPatch) -> None:
         model.extra_repr()  # it goes on
     changed(monkeypatch, model, fast)
     called = {entry.code.co_name for entry in profile.getstats() if hasattr(entry.code, "co_name")}
-    assert {"optimize", "extra_repr"} <= called
+    assert "extra_repr" in called
 
 
 def test_a_profile_function(monkeypatch: pytest.MonkeyPatch) -> None:
