@@ -242,6 +242,8 @@ def _aim_model(
     computed: dict[str, Any] = {}  # values that their module computes in state_dict()
     wrong: list[str] = []
     spread = dynamic.spread(model)
+    named = model.named_parameters(remove_duplicate=False)
+    packed = {name for name, p in named if isinstance(p, StoredTable)}  # their rows are given whole
     for name, value in state.items():
         if name in values:
             computed[name] = values[name]
@@ -258,9 +260,10 @@ def _aim_model(
         if isinstance(value, StoredTable):
             _aim_packed(found, key, name, value, fact, computed, wrong)
             continue
-        if id(value) not in held:
+        fits = list(_whole_shape(value, value)) == fact["shape"]
+        if id(value) not in held and (fits or name not in packed):
             into = computed[name] = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
-        elif list(_whole_shape(value, value)) != fact["shape"]:
+        elif not fits:
             shape = _whole_shape(value, value)
             wrong.append(f"{name} is {tuple(fact['shape'])} there and {shape} here")
             continue
@@ -268,9 +271,11 @@ def _aim_model(
             continue  # empty tensors are not written
         if key not in found.tensors:
             found.tensors[key] = _blocks(key, into, into)
-        elif into is not state.get(key.removeprefix("model/")):
-            source = state[key.removeprefix("model/")]
-            found.finish.append(partial(_copy, source, into))
+        else:  # by another of its names
+            first = key.removeprefix("model/")
+            source = computed.get(first, state[first])
+            if into is not source:
+                found.finish.append(partial(_copy, source, into))
     if wrong:
         raise CheckpointError(
             "the checkpoint is of another model", why="; ".join(wrong[:4]) + _more(wrong)
