@@ -190,7 +190,9 @@ def optimize(
     arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
     arguments.check_dynamic(dynamic_convert.tables_of(model), mode)
-    asked = spread.check(spread.Spread(plan, topology, sharding, wire, precision), ranks)
+    asked = spread.check(
+        spread.Spread(plan, topology, sharding, wire, precision, sparse_semantics), ranks
+    )
     spread_check.check_model(model)
     named = pipeline_of(passes)
     if ranks > 1:

@@ -44,9 +44,10 @@ def choice_of(
     use: Use,
     optimizer: Optimizer | None,
     excluded: tuple[str, tuple[str, ...]] | None = None,
+    lazy: bool = False,
 ) -> Choice:
     """The sharding types open to a table with this use, under ``optimizer``. ``excluded``: types
-    that are not for another reason, which comes first.
+    that are not for another reason, which comes first. ``lazy``: ``sparse_semantics="lazy"``.
     """
     choice = Choice()
     apart = tuple(t for t in SHARDING_TYPES if t != "data_parallel")
@@ -65,6 +66,11 @@ def choice_of(
         choice.without(
             "its gradient must be sparse, and all ranks reduce dense ones", "data_parallel"
         )
+    elif use.lookups and use.whole is None and lazy and _inexact(optimizer):
+        choice.without(
+            f'sparse_semantics="lazy" has {type(optimizer).__name__} step looked-up rows only, and'
+            " all ranks reduce dense gradients", "data_parallel",
+        )  # fmt: skip
     return choice
 
 
@@ -95,6 +101,12 @@ def fused(optimizer: Optimizer | None) -> bool:
 def _insists(optimizer: Optimizer) -> bool:
     rule = row_rules.rule_of(optimizer, lazy=True)
     return rule is not None and rule.sparse
+
+
+def _inexact(optimizer: Optimizer | None) -> bool:
+    """Whether stepping looked-up rows only gives other numbers than a dense gradient does."""
+    rule = None if optimizer is None else row_rules.rule_of(optimizer, lazy=True)
+    return rule is not None and not rule.exact
 
 
 def allowed(kinds: Iterable[tuple[str, str]], choices: Mapping[str, Choice]) -> None:

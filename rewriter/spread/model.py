@@ -82,6 +82,11 @@ class Spread:
     sharding: Any = None
     wire: Any = "fp32"
     precision: str | None = None
+    semantics: str = "exact"
+
+    @property
+    def lazy(self) -> bool:
+        return self.semantics == "lazy"
 
 
 def run_here(ranks: int) -> bool:
@@ -141,7 +146,7 @@ def spread(
     choices = {
         t.name: choice_of_dynamic(t.name, used[t.name])
         if t.dynamic
-        else choice_of(used[t.name], optimizer, stored.excluded(asked.precision, t))
+        else choice_of(used[t.name], optimizer, stored.excluded(asked.precision, t), asked.lazy)
         for t in tables
     }
     codecs = tuple(codec.name for codec in wire.parse(asked.wire))
@@ -208,7 +213,7 @@ def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> Non
     if isinstance(asked.sharding, Mapping):
         used = _uses(compiled)
         choices = {
-            t.name: Choice() if t.dynamic else choice_of(used[t.name], optimizer)
+            t.name: Choice() if t.dynamic else choice_of(used[t.name], optimizer, lazy=asked.lazy)
             for t in tables_of(compiled)
         }
         pins_of(asked.sharding, choices)
@@ -433,7 +438,8 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
         "versions": f"torch {torch.__version__}, recast {sys.modules['recast'].__version__}",
         "model": "\n".join(model),
         "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}"
-        f"\nplan={'given' if asked.plan is not None else None}\nprecision={asked.precision!r}",
+        f"\nplan={'given' if asked.plan is not None else None}\nprecision={asked.precision!r}"
+        f"\nsparse_semantics={asked.semantics!r}",
         "graph": compiled.report.graph_text,
         "tables": "\n".join(dynamic_ranks.facts(root)),
         "optimizer": "\n".join([type(optimizer).__name__, *sizes]),
