@@ -20,28 +20,28 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Pl
     need = sum(_least_memory(load, setting) for load in loads)
     room = max(t.device_memory - reserve, 0)
     why = (
-        f"tables and optimizer state take {_gib(tables)}, with buffers {_gib(need)};"
-        f" {ranks_of(t.ranks)} of {_gib(t.device_memory)} {'leaves' if t.ranks == 1 else 'leave'}"
-        f" {_gib(room * t.ranks)} for them"
+        f"tables and optimizer state take {_bytes(tables)}, with buffers {_bytes(need)};"
+        f" {ranks_of(t.ranks)} of {_bytes(t.device_memory)} {'leaves' if t.ranks == 1 else 'leave'}"
+        f" {_bytes(room * t.ranks)} for them"
     )
     if t.host_memory:
-        why += f", and the memory of a host is {_gib(t.host_memory)} (of {t.hosts})"
+        why += f", and the memory of a host is {_bytes(t.host_memory)} (of {t.hosts})"
     if tables <= room * t.ranks:
         why += "; whole shards leave gaps that the rest does not fit into"
     tries: list[str] = []
     ranks = _ranks(loads, setting, room)
     if ranks is not None and ranks > t.ranks:
-        tries.append(f"{ranks} ranks of {_gib(t.device_memory)}")
-    tries.append(f"{ranks_of(t.ranks)} of {_gib(enough(loads, setting, reserve))}")
+        tries.append(f"{ranks} ranks of {_bytes(t.device_memory)}")
+    tries.append(f"{ranks_of(t.ranks)} of {_bytes(enough(loads, setting, reserve))}")
     short = need - room * t.ranks
     if short * 1.03 > t.host_memory * t.hosts:
-        tries.append(f"hosts of {_gib(short * 1.03 / t.hosts)} or more, for what is left over")
+        tries.append(f"hosts of {_bytes(short * 1.03 / t.hosts)} or more, for what is left over")
     state = sum(load.table.rows * load.state_bytes for load in loads)
     if state > tables / 4:
-        tries.append(f"an optimizer with one number a row: {_gib(state)} of state less")
+        tries.append(f"an optimizer with one number a row: {_bytes(state)} of state less")
     largest = max(loads, key=lambda load: load.bytes)
     if largest.bytes > room and not any("_wise" in k and k != "table_wise" for k in largest.types):
-        tries.append(f"let {largest.table.name} ({_gib(largest.bytes)}) be cut")
+        tries.append(f"let {largest.table.name} ({_bytes(largest.bytes)}) be cut")
     numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
     return PlanError(
         f"no plan fits: {len(loads)} table{'s' * (len(loads) != 1)} on {t.name}"
@@ -85,5 +85,7 @@ def ranks_of(number: int) -> str:
     return f"{number} rank" + ("" if number == 1 else "s")
 
 
-def _gib(size: float) -> str:
+def _bytes(size: float) -> str:
+    if size < GIB / 10:  # 0.0 GiB would not tell what is missing
+        return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{math.ceil(size)} B"
     return f"{size / GIB:.1f} GiB" if size < 1000 * GIB else f"{size / GIB / 1024:.2f} TiB"

@@ -186,6 +186,13 @@ def test_remedies_have_figures() -> None:
     made.check()
 
 
+def test_small_memory_has_figures_too() -> None:
+    small = replace(_small(), device_memory=2**22)
+    with pytest.raises(UsageError, match="no plan fits") as caught:
+        plan(loads(1_000_000, dim=8), small, batch=8)
+    assert "8 ranks of 4.0 MiB leave" in caught.value.why and "0.0 GiB" not in str(caught.value)
+
+
 def test_spill_only_when_full() -> None:
     given = loads(*[4_000_000] * 6, dim=64)  # 6 x 0.95 GiB on 8 ranks of 0.9
     room = replace(_small(), host_memory=64 * GIB)
