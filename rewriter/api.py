@@ -147,7 +147,9 @@ def optimize(
         sparse_semantics: for Adam and AdamW. "exact": their own numbers, which move a row for many
             steps after its last gradient. "lazy": rows that a batch does not look up stay as they
             are; the numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the
-            looked-up rows). Other optimizers are exact either way.
+            looked-up rows). A dense gradient of a table steps all of its rows: that of a batch on
+            the plain forward, of a table that is read as a whole, and under DDP. Other optimizers
+            are exact either way.
         passes: a pipeline, as text (``"default"``, ``"default,-fuse-mlp"`` for all but one,
             ``"normalize,fuse-mlp{max-layers=4}"``) or as a sequence of passes, which then run as
             under ``strict``; None means the default one.

@@ -150,7 +150,9 @@ def notes(optimizer: Optimizer) -> list[str]:
     told = []
     if is_lazy(optimizer) and rule is not None and not rule.exact:
         told.append(
-            f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does'
+            f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does; a'
+            " dense gradient, as of a batch on the plain forward and under DDP, steps all rows of a"
+            " table"
         )
     elif is_lazy(optimizer):
         told.append(f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact')

@@ -95,6 +95,25 @@ def test_the_report_says_what_lazy_comes_to(kernel: str) -> None:
         assert "without the kernels momentum or weight decay moves every row" in momentum
 
 
+def test_a_dense_gradient_of_a_lazy_table_steps_all_rows_which_is_told() -> None:
+    model = Tables(sparse=False)
+    fast, optimizer = recast.optimize(
+        model, Adam(model.parameters()), example=batch(0), sparse_semantics="lazy"
+    )
+    assert "a dense gradient, as of a batch on the plain forward" in "\n".join(fast.report.notes)
+    for forward in (fast, model):  # looked-up rows have moments from then on
+        optimizer.zero_grad()
+        forward(*batch(0)).sum().backward()
+        before = model.a.weight.detach().clone()
+        optimizer.step()
+    moved = (model.a.weight != before).any(1)
+    optimizer.zero_grad()
+    model(*(x[:0] for x in batch(0))).sum().backward()
+    before = model.a.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal((model.a.weight != before).any(1), moved) and moved.any()
+
+
 def test_semantics_is_checked() -> None:
     model = Tables(sparse=False)
     optimizer = Adam(model.parameters())
