@@ -81,7 +81,9 @@ def gone(graph: Graph, root: nn.Module) -> str:
         try:
             module = root.get_submodule(owner)
         except AttributeError:
-            return f"the module {owner!r}"
+            # Not a module but a table: what is stored in fewer bits is an attribute of its own.
+            table = dict(root.named_parameters(remove_duplicate=False)).get(owner)
+            return f"the module {owner!r}" if table is None else f"the stored form of {owner}"
         if not any(name in held for held in (*_slots(module), vars(module))):
             return f"the parameter {node.target!s}"
     return "a parameter"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import recast
-from recast.errors import CheckpointError
+from recast.errors import CheckpointError, RecastWarning
 from recast.runtime.embedding import precision as formats
 
 
@@ -49,3 +49,11 @@ def test_a_table_of_other_rows_is_refused_before_anything_is_written(tmp_path: P
     with pytest.raises(CheckpointError, match=r"one\.weight is \(20, 8\) there and \(23, 8\) here"):
         recast.checkpoint.load(tmp_path / "c", fast)
     assert all(torch.equal(value, before[name]) for name, value in fast.state_dict().items())
+
+
+def test_a_table_that_is_assigned_is_no_longer_stored_which_is_said() -> None:
+    model = Pair().eval()
+    fast = recast.optimize(model, example=BATCH, precision="int8")
+    fast.load_state_dict(model.state_dict(), assign=True)
+    with pytest.warns(RecastWarning, match=r"the stored form of \w+\.weight that the graph reads"):
+        assert torch.equal(fast(*BATCH), model(*BATCH))
