@@ -72,10 +72,10 @@ def save(
     Raises:
         CheckpointError: something else is at ``path``; it cannot be written; another save wrote it
             at the same time, and was done first: that one is there, whole.
-        UsageError: ``path`` is not a path; ``keep`` without ``step``; a parameter of ``optimizer``
-            that is not ``model``'s; an ``extra`` with values of another kind; ranks that were given
-            different paths, steps or kinds of optimizer; the process group of a spread model is
-            gone.
+        UsageError: ``path`` is not a path; ``keep`` without ``step``; ``optimizer`` is none, or has
+            a parameter that is not ``model``'s; an ``extra`` with values of another kind; ranks
+            that were given different paths, steps or kinds of optimizer; the process group of a
+            spread model is gone.
         RankError: another rank failed, or does not save.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
@@ -191,7 +191,18 @@ def _ranks(model: nn.Module) -> Ranks:
 
 
 def _prepare(optimizer: Optimizer | None) -> None:
-    """Prepare an optimizer that was made after ``optimize`` and may not have stepped yet."""
+    """Prepare an optimizer that was made after ``optimize`` and may not have stepped yet. Raises
+    UsageError for what is none, as a list of several.
+    """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"checkpoint: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            why="a checkpoint holds the state of one optimizer under the names of the parameters",
+            tries=(
+                "of several optimizers, the model and one in each checkpoint, by a path each",
+                "extra=scheduler.state_dict()",
+            ),
+        )
     if optimizer is not None:
         late_optimizers.prepare(optimizer)
         dynamic_step.hook_state(optimizer)

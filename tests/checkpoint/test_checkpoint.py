@@ -269,6 +269,10 @@ def test_other_models_and_optimizers_are_refused_and_left_as_they_are(tmp_path: 
         load(tmp_path / "plain", blank, torch.optim.Adagrad(blank.parameters()))
     with pytest.raises(UsageError, match="not of the model"):
         recast.checkpoint.save(tmp_path / "x", blank, optimizer)
+    with pytest.raises(UsageError, match=r"optimizer is a list, not a torch\.optim\.Optimizer"):
+        recast.checkpoint.save(tmp_path / "x", made, [optimizer])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="optimizer is a list"):
+        load(tmp_path / "c", made, [optimizer])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="plain value"):
         recast.checkpoint.save(tmp_path / "x", blank, extra={"scheduler": Model})
     with pytest.raises(CheckpointError, match=r"tables\.0\.weight is on meta"):
