@@ -225,7 +225,8 @@ def optimize(
         if plan is not None:
             plan.check(compiled.plan.tables)
             compiled.plan = plan
-    compiled.report.asks.extend(t.told for t in dynamic_convert.tables_of(compiled).values())
+    dynamic = dict.fromkeys(dynamic_convert.tables_of(compiled).values())  # one for all its names
+    compiled.report.asks.extend(t.told for t in dynamic)
     if mode == "graph":
         _record_forwards(compiled, captured)
     if inplace:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dynamickit import Model, Stream, Twin, example, train
-from torch import Tensor
+from torch import Tensor, nn
 
 import recast
 from recast.errors import CheckpointError, UsageError
@@ -137,6 +137,23 @@ def test_the_users_own_model_shares_the_table() -> None:
     train(fast, opt, [batch]), train(twin, adagrad(twin), [batch])
     close(model(*batch), twin(*batch))
     assert model.user.table is recast.dynamic.tables(fast)["user"]
+
+
+def test_a_table_of_two_modules_is_told_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Embedding(4, 3), nn.Embedding(4, 3)
+            self.two.weight = self.one.weight
+
+        def forward(self, ids: Any) -> Any:
+            return self.one(ids) + self.two(ids + 1)
+
+    ids = torch.tensor([2**40, -3])
+    fast = recast.optimize(Tied(), example=ids, tables={"one": recast.Dynamic(max_rows=9)})
+    fast(ids)
+    (told,) = fast.report.running()
+    assert told.startswith("one: 4 of 9 rows")
 
 
 def ema(fast: Any) -> Any:
