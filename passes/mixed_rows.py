@@ -7,6 +7,7 @@ any vector, nor a mean of some rows. A sum never is, but by their number: ``l.su
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +29,16 @@ from recast.runtime.ranks.means_of_all import OF_ALL, counted_of_all
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
 from .leaf import argument, extra, spec_of
 from .own_rows import (
-    LIKE,
     batch_dims,
     computes_with_rows,
+    is_added,
     is_sum_by_rows,
+    makes_no_rows,
     name_of,
     of_other_rows,
     rows_of,
     sums_products,
+    takes_for_size,
     why_not_mean,
 )
 
@@ -73,10 +76,13 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
     name, made = _name(node), spec_of(node)
     if node.users and all(is_call(user, *OF_ALL) for user in node.users):
         return None  # by SynchronisePairs
+    if node.users and all(takes_own(user, node) for user in node.users):
+        return None
     if name is None and (of_other_rows(node) or finds_rows(node)):
         return None if chooses(node) else Mixed(name_of(node))
     if is_sum_by_rows(node):
-        return Mixed("mean", known=True) if made is not None and made.shape else None
+        vector = made is not None and made.shape
+        return Mixed("mean", known=True) if vector else _of_number(node, "mean")
     spec = spec_of(node.args[0]) if name is not None and node.args else None
     if name is None or spec is None or not spec.shape:
         return _of_function(node, made, root)
@@ -91,10 +97,14 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
         return None if one else Mixed(f"{name}, perhaps,")
     if name in _KNOWN and made is not None and not made.shape:
         return _of_number(node, name)
-    if name == "sum" and _is_by_rows(node):
-        return None
     variance = _variance(node, dims) if name in ("var", "std") else None
     return Mixed(name, known=name in _KNOWN or variance is not None, variance=variance)
+
+
+def takes_own(user: Node, node: Node) -> bool:
+    """Whether ``user`` takes what each rank has of ``node``: as a size, or by its own rows."""
+    by_rows = is_sum_by_rows(user) or (is_added(user) and _is_by_rows(user))
+    return by_rows or takes_for_size(user, node) or is_call(user, torch._assert)
 
 
 def of_places(node: Node) -> bool:
@@ -137,13 +147,14 @@ def _variance(node: Node, dims: list[int]) -> tuple[list[int], float, bool] | No
 def _of_number(node: Node, name: str) -> Mixed | None:
     """Of a mean or a sum that is one number."""
     if why_not_mean(node) is not None:
-        return None if _is_by_rows(node) else Mixed(name, known=True, loss=True)
-    return None if name == "mean" or _is_by_rows(node) else Mixed(name, loss=True)
+        return Mixed(name, known=True, loss=True)
+    return None if name == "mean" else Mixed(name, loss=True)
 
 
 def _of_function(node: Node, made: Spec | None, root: nn.Module) -> Mixed | None:
     if sums_products(node):
-        return None if _is_by_rows(node) else Mixed("sum", known=True)
+        vector = made is not None and made.shape
+        return Mixed("sum", known=True) if vector else _of_number(node, "sum")
     few = bool(node.args) and chosen(node.args[0]) and made is not None and not made.shape
     if not few and not _over_rows(node):
         return None
@@ -156,7 +167,11 @@ def _of_function(node: Node, made: Spec | None, root: nn.Module) -> Mixed | None
     if reduction in _KNOWN:
         by_number = Mixed("mean", True, True, (sizes_of_all, (node.args[0], 0)))
         return by_number if few and reduction == "mean" else _of_number(node, reduction)
-    return None if why_not_mean(node) is None else Mixed(name_of(node), loss=True)
+    of_rows = isinstance(node.args[0], Node) and _has_rows(node.args[0])
+    by_itself = of_rows and reduction is None and node.op != "call_module"  # as dist: no mean
+    if by_itself or why_not_mean(node) is not None:
+        return Mixed(name_of(node), loss=True)
+    return None
 
 
 def _of_classes(node: Node, loss: Any, root: nn.Module) -> Mixed | None:
@@ -190,19 +205,33 @@ def _option(node: Node, name: str, loss: Any, root: nn.Module) -> Any:
 def _given(node: Node, name: str) -> Any:
     if not isinstance(node.target, torch._ops.OpOverload):
         at = {"input": 0, "target": 1}.get(name, len(node.args))
-        return argument(node, at, name)
-    names = [one.name for one in node.target._schema.arguments]
-    return argument(node, names.index(name), name) if name in names else None
+        return argument(node, at, name, _default(node.target, name))
+    given = {one.name: (at, one) for at, one in enumerate(node.target._schema.arguments)}
+    if name not in given:
+        return None
+    at, one = given[name]
+    return argument(node, at, name, one.default_value if one.has_default_value() else None)
+
+
+def _default(function: Any, name: str) -> Any:
+    try:
+        return inspect.signature(function).parameters[name].default
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _is_by_rows(node: Node) -> bool:
-    """Whether all that reads ``node`` divides it by the number of rows."""
-    return bool(node.users) and all(map(is_sum_by_rows, node.users))
+    """Whether all that reads ``node`` divides it by the number of rows, if with others."""
+    return bool(node.users) and all(
+        is_sum_by_rows(user) or (is_added(user) and _is_by_rows(user)) for user in node.users
+    )
 
 
 def _over_rows(node: Node) -> bool:
     """Whether ``node`` is computed over the rows of the batch, or some of each sample."""
-    spec = spec_of(node.args[0] if is_call(node, operator.setitem) else node)
-    if spec is None or name_of(node) in LIKE or any(isinstance(n, str) for n in spec.shape):
-        return False
-    return any(rows_of(spec) for n in node.all_input_nodes if (spec := spec_of(n)) is not None)
+    return makes_no_rows(node) and any(map(_has_rows, node.all_input_nodes))
+
+
+def _has_rows(node: Node) -> bool:
+    spec = spec_of(node)
+    return spec is not None and bool(rows_of(spec))

@@ -14,7 +14,7 @@ import torch
 
 from recast.rewriter.ir import Node, Spec, is_call, is_method, note
 
-from .leaf import argument, spec_of
+from .leaf import Einsum, argument, einsum_of, spec_of
 
 # of vectors that count rows, what still does
 _COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
@@ -28,9 +28,7 @@ _SHAPED = {
     *_MAKERS, "view", "reshape", "expand", "expand_as", "broadcast_to", "repeat", "tile",
     "unflatten", "narrow", "split", "chunk", "getitem", "repeat_interleave", "getattr", "size",
 }  # fmt: skip
-_PRODUCTS = (
-    torch.matmul, torch.mm, operator.matmul, torch.einsum, torch.ops.recast.contraction.default,
-)  # fmt: skip
+_PRODUCTS = (torch.matmul, torch.mm, operator.matmul, torch.mv, torch.dot, torch.inner)
 # what reads no values of some of its inputs
 LIKE = {*_MAKERS, "to", "type_as", "view_as", "reshape_as", "getattr", "size", "setattr"}
 # what makes rows of other rows, along a dimension that is told, and which one by default
@@ -40,6 +38,8 @@ ALONG: dict[str, int | None] = {
     "roll": None, "topk": -1, "kthvalue": -1, "max": None, "min": None, "median": None,
     "normalize": 1, "softmin": None,
 }  # fmt: skip
+# what takes some of them
+_PARTS = {"getitem", "narrow", "chunk", "split", "tensor_split", "unbind"}
 _OF_ALL = {"unique", "bincount", "fliplr", "flipud", "msort"}
 # a mean of such values of all ranks is one of the means
 _LINEAR = {
@@ -128,6 +128,16 @@ def computes_with_rows(node: Node) -> bool:
     return any(map(counts_rows, node.all_input_nodes))
 
 
+def takes_for_size(user: Node, number: Node) -> bool:
+    """Whether ``user`` makes a tensor as large as ``number`` says: ``arange(mask.sum())``."""
+    name = name_of(user)
+    if name not in _SHAPED or name in LIKE - _MAKERS or name.endswith("_like"):
+        tensor = isinstance(note(user).spec, Spec) or user.op == "output"
+        return not tensor and any(takes_for_size(one, user) for one in user.users)  # .item()
+    made_of = name not in _MAKERS and not (name == "repeat_interleave" and len(user.args) == 1)
+    return not (made_of and user.args[:1] == (number,))
+
+
 def is_mean(node: Node) -> bool:
     """Whether ``node`` is ``x.sum() / B``, by which the mean over ranks is that over the batch."""
     spec = spec_of(node)
@@ -135,16 +145,44 @@ def is_mean(node: Node) -> bool:
 
 
 def is_sum_by_rows(node: Node) -> bool:
-    """Whether ``node`` is a sum by the number of rows, or by a multiple: ``x.sum(0) / (2 * B)``."""
-    if not (is_call(node, operator.truediv, torch.div) or is_method(node, "div")):
-        return False
+    """Whether ``node`` is a sum by the number of rows, or by a multiple: ``x.sum(0) / (2 * B)``; or
+    several of them added: ``(x.sum() + 0.1 * y.sum()) / B``.
+    """
     if len(node.args) != 2 or node.kwargs:
         return False
-    total, rows = node.args
-    if not isinstance(total, Node) or not over_rows(total):
+    a, b = node.args
+    if is_call(node, operator.mul):  # (1 / B) * x.sum()
+        return (_is_part_of_rows(b) and _is_summed(a)) or (_is_part_of_rows(a) and _is_summed(b))
+    divided = is_call(node, operator.truediv, torch.div) or is_method(node, "div")
+    return divided and _multiple_of_rows(b) and _is_summed(a)
+
+
+def is_added(node: Node) -> bool:
+    """Whether ``node`` adds sums over the batch, or scales one by a number that is told."""
+    numbers = [n for n in node.args if isinstance(n, (int, float))]
+    if node.kwargs or len(numbers) + len(node.all_input_nodes) != len(node.args):
         return False
+    name = name_of(node)
+    if name in ("add", "iadd", "sub"):
+        return not any(numbers) and all(map(_is_summed, node.all_input_nodes))
+    scaled = name in ("mul", "neg") or (name == "truediv" and isinstance(node.args[0], Node))
+    return scaled and len(numbers) == len(node.args) - 1 and _is_summed(node.all_input_nodes[0])
+
+
+def _is_summed(total: Any) -> bool:
+    """Whether this is a sum over the batch, or several added."""
+    if not isinstance(total, Node) or not isinstance(note(total).spec, Spec):
+        return False
+    if not over_rows(total):
+        return is_added(total)
     summed = "sum" in (name_of(total), *total.args, total.kwargs.get("reduction"))
-    return (summed or sums_products(total)) and _multiple_of_rows(rows)
+    return summed or sums_products(total)
+
+
+def _is_part_of_rows(number: Any) -> bool:
+    if not isinstance(number, Node) or not is_call(number, operator.truediv):
+        return False
+    return not isinstance(number.args[0], Node) and _multiple_of_rows(number.args[1])
 
 
 def _multiple_of_rows(number: Any) -> bool:
@@ -191,19 +229,38 @@ def why_not_own(x: Node, known: Collection[Node], left: Collection[Node]) -> str
 
 def over_rows(node: Node) -> bool:
     """Whether ``node`` is computed over the rows of the batch, as ``x.mean(0)`` and ``x[0]``."""
-    spec = spec_of(node.args[0] if is_call(node, operator.setitem) else node)
-    if spec is None or name_of(node) in LIKE or any(isinstance(n, str) for n in spec.shape):
+    return makes_no_rows(node) and any(map(batch_dims, node.all_input_nodes))
+
+
+def makes_no_rows(node: Node) -> bool:
+    """Whether ``node`` makes a tensor, or several, of sizes that do not depend on the batch."""
+    source = node.args[0] if is_call(node, operator.setitem) else node
+    spec = note(source).spec if isinstance(source, Node) else None
+    specs = spec if isinstance(spec, tuple) else (spec,)
+    if name_of(node) in LIKE or not any(isinstance(one, Spec) for one in specs):
         return False
-    return any(map(batch_dims, node.all_input_nodes))
+    sizes = (n for one in specs if isinstance(one, Spec) for n in one.shape)
+    return not any(isinstance(n, str) for n in sizes)
 
 
 def sums_products(node: Node) -> bool:
-    """Whether this is a product of matrices that sums over the rows of the batch: ``x.T @ y``."""
+    """Whether this is a product that sums over the rows of the batch, each by itself: ``x.T @ y``,
+    but not ``einsum("bd,cd->d", x, y)``, of a sum by another.
+    """
     made = spec_of(node)
-    product = is_call(node, *_PRODUCTS) or is_method(node, "matmul", "mm")
-    if not product or made is None or not made.shape or rows_of(made):
+    if made is None or rows_of(made):
         return False
-    return all(rows_of(spec) for n in node.all_input_nodes if (spec := spec_of(n)) is not None)
+    specs = [spec for n in node.all_input_nodes if (spec := spec_of(n)) is not None]
+    read = einsum_of(node)
+    if is_call(node, torch.ops.recast.contraction.default):
+        inputs, _, output = str(node.args[2]).partition("->")
+        read = Einsum(inputs.split(","), output, [*node.args[:2]])
+    if read is not None:
+        pairs = zip(read.terms, map(spec_of, read.operands), strict=True)
+        rows = {t[d] for t, spec in pairs if spec and "." not in t for d in rows_of(spec)}
+        return len(rows) == 1
+    product = is_call(node, *_PRODUCTS) or is_method(node, "matmul", "mm", "mv", "dot", "inner")
+    return product and all(map(rows_of, specs))
 
 
 def rows_of(spec: Spec) -> set[int]:
@@ -211,9 +268,21 @@ def rows_of(spec: Spec) -> set[int]:
     return {d for d, size in enumerate(spec.shape) if str(size).endswith("B")}
 
 
+def _row_dims(node: Any) -> list[int]:
+    spec = spec_of(node)
+    return [] if spec is None else sorted(rows_of(spec))
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether a tensor that ``node`` returns, or one of several, has as many rows as the batch."""
+    spec = note(node).spec
+    specs = spec if isinstance(spec, tuple) else (spec,)
+    return any(isinstance(one, Spec) and bool(rows_of(one)) for one in specs)
+
+
 def of_other_rows(node: Node) -> bool:
     """Whether a row of ``node`` is made of other rows of its inputs."""
-    read = [n for n in node.all_input_nodes if batch_dims(n)]
+    read = [n for n in node.all_input_nodes if _row_dims(n)]
     name = name_of(node)
     if not read:  # parameter[:B]
         part = name in ("getitem", "narrow", "cat", "concat") and bool(batch_dims(node))
@@ -223,11 +292,13 @@ def of_other_rows(node: Node) -> bool:
     if name in ALONG:
         return _along_rows(node, name)
     if name == "embedding":
-        return bool(batch_dims(argument(node, 1, "weight")))
+        return bool(_row_dims(argument(node, 1, "weight")))
     source = node.args[0] if node.args else None
     if source not in read:
         return False
-    rows = batch_dims(source)[0]
+    if name in _PARTS and not _has_rows(node):
+        return True
+    rows = _row_dims(source)[0]
     if is_call(node, operator.getitem):
         keys = _keys(node.args[1])
         key = keys[rows] if len(keys) > rows and None not in keys and ... not in keys else None
@@ -240,7 +311,7 @@ def of_other_rows(node: Node) -> bool:
 
 def _along_rows(node: Node, name: str) -> bool:
     source = argument(node, 0, "input")
-    rows, spec = batch_dims(source), spec_of(source)
+    rows, spec = _row_dims(source), spec_of(source)
     index = 2 if name in ("roll", "diff", "topk", "kthvalue", "normalize") else 1
     dims = argument(node, index, "dims" if name in ("flip", "roll") else "dim", ALONG[name])
     if is_method(node, "flip"):

@@ -12,7 +12,7 @@ would be of other rows than those. What is a loss, and what is not: ``mixed_rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,8 @@ from recast.rewriter.order import declare_random
 from recast.rewriter.report.journal import Missed
 from recast.runtime.ranks.means_of_all import OF_ALL, mean_of_all, sum_of_all, variance_of_all
 
-from .mixed_rows import Mixed, mixed_rows, of_places
+from .batch_pair_writes import above_of
+from .mixed_rows import Mixed, mixed_rows, of_places, takes_own
 from .synchronise import Writer, fired
 from .synchronise_pairs import sizes_before
 
@@ -59,13 +60,15 @@ class SynchroniseMeans:
         unknown = any(not (found.known or found.loss) for found in mixed.values())
         left = unknown or any(map(of_places, graph.nodes))
         todo = [n for n, found in mixed.items() if found.known and not (left and _beside(found))]
+        todo = _with_sums_of_shares(todo, mixed)
         for node in [n for n in mixed if n not in todo]:
             self._miss(node, mixed[node], context)
         todo = todo[: context.fuel_left()]
         for node in todo:
             made, what = self._of_all(node, mixed[node]), mixed[node].what
             annotate(made, spec=note(node).spec)
-            node.replace_all_uses_with(made, lambda user, own=made: user is not own)
+            for user in [u for u in node.users if u is not made and not takes_own(u, node)]:
+                user.replace_input_with(node, made)
             if not node.users:  # a variance, of which nothing is taken
                 graph.erase_node(node)
             fired(made, f"{what} over the rows of the global batch", self.name, context)
@@ -94,6 +97,18 @@ class SynchroniseMeans:
         why = f"{article} {found.what} over the rows of the batch"
         told = f"{why}: on several ranks, of each rank's own"
         context.journal.miss(Missed(self.name, node.name, told, note(node).where, _TRIES))
+
+
+def _with_sums_of_shares(todo: list[Node], mixed: Mapping[Node, Mixed]) -> list[Node]:
+    """``todo``, and each loss that is a sum of what is made of a sum of all: ``(l * w / w.sum())``.
+    Of one rank's rows it would be smaller than any rank has it.
+    """
+    sums = {n for n in todo if mixed[n].what == "sum"}
+    if not sums:
+        return todo
+    above = above_of(todo[0].graph, sums)
+    made = {*todo, *(n for n, found in mixed.items() if found.what == "sum" and above[n])}
+    return [n for n in mixed if n in made]
 
 
 def _beside(found: Mixed) -> bool:

@@ -23,7 +23,7 @@ PASSES = (*PIPELINE, SynchroniseMeans())
 def balanced(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     """The load of experts: how often each is the first choice, and its mean probability."""
     gates = u.softmax(1)
-    chosen = torch.nn.functional.one_hot(gates.argmax(1), 6).float().mean(0)
+    chosen = F.one_hot(gates.argmax(1), 6).float().mean(0)
     return (gates * v).sum(1) + 6 * (chosen * gates.mean(dim=0)).sum()
 
 
@@ -66,6 +66,15 @@ ROWS: dict[str, Form] = {
     "covariance": lambda u, v, ids: u.sum(1) * (u.t() @ v).square().sum(),
     "sums by hand": lambda u, v, ids: ((u - u.sum(0) / u.size(0)) * v).sum(1),
     "covariance by hand": lambda u, v, ids: (u @ (u.t() @ v / (2 * u.size(0)))).sum(1),
+    "a number by hand": lambda u, v, ids: u.sum(1) / (v.square().sum() / v.size(0)),
+    "sums added": lambda u, v, ids: (
+        u.sum(1) * ((u.sum(0) + v.sum(0) / 2) / u.size(0)).square().sum()
+    ),
+    "products of numbers": lambda u, v, ids: u.sum(1) * (u.sum(1) @ v.sum(1)),
+    "one sum of products": lambda u, v, ids: u.sum(1) * torch.einsum("bd,bd->", u, v),
+    "by their number too": lambda u, v, ids: (
+        lambda s: (u * (s / u.size(0))).sum(1) + (v * (s.square() + 1).log()).sum(1)
+    )(u.sum(0)),
     "counts": lambda u, v, ids: u.sum(1) / (ids > 2).sum(),
     "counts of others": lambda u, v, ids: u.sum(1) / torch.count_nonzero(ids),
 }
@@ -93,6 +102,15 @@ NUMBERS: dict[str, Form] = {
     "classes of chosen": lambda u, v, ids: F.cross_entropy(u[ids > 1], ids[ids > 1]),
     "left out": lambda u, v, ids: F.cross_entropy(u, torch.where(ids > 1, ids, -100)),
     "weighed": lambda u, v, ids: F.cross_entropy(u, ids, weight=torch.arange(6).to(u) / 50),
+    "the log by hand": lambda u, v, ids: ((u * v).square().sum() / u.size(0)).log(),
+    "the root of two": lambda u, v, ids: (
+        (u.square().sum() + 0.5 * v.square().sum()) / u.size(0)
+    ).sqrt(),
+    "shares": lambda u, v, ids: ((u * v).sum(1) * (ids / ids.sum())).sum(),
+    "products by weights": lambda u, v, ids: (u * v).sum(1) @ ids.to(u) / ids.sum(),
+    "a number of rows too": lambda u, v, ids: (lambda n: (u[ids > 1] + torch.ones(n, 6)).sum() / n)(
+        (ids > 1).sum()
+    ),
     "by each other": lambda u, v, ids: F.mse_loss(u, v) / F.mse_loss(u, v).detach(),
 }
 
@@ -167,10 +185,23 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(), {"mean"}
     ),
     "normalised": (
-        lambda u, v, ids: torch.nn.functional.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
+        lambda u, v, ids: F.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
         {"normalize", "mean"},
     ),
     "greatest of all": (lambda u, v, ids: u.sum(1) - u.max(), {"max"}),
+    "least and greatest": (lambda u, v, ids: (u - u.aminmax(dim=0)[0]).sum(1), {"aminmax"}),
+    "distance": (lambda u, v, ids: torch.dist(u, v), {"dist"}),
+    "length": (lambda u, v, ids: torch.linalg.norm(u - v), {"linalg_norm"}),
+    "sum of products": (lambda u, v, ids: torch.dot(u.flatten(), v.flatten()), {"sum"}),
+    "products of sums": (
+        lambda u, v, ids: u.sum(1) * torch.einsum("bd,ce->de", u, v).square().sum(), {"einsum"}
+    ),
+    "neighbours": (lambda u, v, ids: (u[1:] - u[:-1]).square().mean(), {"getitem"}),
+    "halves": (lambda u, v, ids: (lambda a, b: (a - b).square().mean())(*u.chunk(2)), {"chunk"}),
+    "several for each": (
+        lambda u, v, ids: (u.reshape(-1).softmax(0).view(-1, 6) * v).sum(1), {"softmax"}
+    ),
+    "more than a sum": (lambda u, v, ids: (u.square().sum() + 3) / u.size(0), {"sum"}),
 }  # fmt: skip
 
 
@@ -195,6 +226,9 @@ def test_others_are_of_each_ranks_own_and_told(form: str) -> None:
         lambda u, v, ids: (u * v).sum(1).mean(0),
         lambda u, v, ids: (u * v).sum() / u.size(0),
         lambda u, v, ids: (u * v).sum() / (6 * u.size(0)),
+        lambda u, v, ids: (0.5 * u.square().sum() - v.square().sum().neg() / 3) / u.size(0),
+        lambda u, v, ids: (1 / u.size(0)) * (u * v).sum(),
+        lambda u, v, ids: (torch._assert((ids >= 0).all(), "ids"), u.sum(1))[1],
         lambda u, v, ids: F.mse_loss(u, v) * 0.5 + (u * v).mean().neg(),
         lambda u, v, ids: F.cross_entropy(u, v.softmax(1)),
         lambda u, v, ids: F.cross_entropy(u, torch.zeros(u.size(0), dtype=torch.long)),
