@@ -26,8 +26,9 @@ from recast.runtime.ranks.batch_of_all import (
 )
 from recast.runtime.ranks.means_of_all import OF_ALL, counted_of_all
 
+from .across_rows import across_rows
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
-from .leaf import argument, extra, spec_of
+from .leaf import argument, extra, module_of, spec_of
 from .own_rows import (
     batch_dims,
     computes_with_rows,
@@ -78,6 +79,9 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
         return None  # by SynchronisePairs
     if node.users and all(takes_own(user, node) for user in node.users):
         return None
+    if across_rows(node, root):
+        layer = module_of(node, root)
+        return Mixed(f"layer ({type(layer).__name__})" if layer is not None else name_of(node))
     if name is None and (of_other_rows(node) or finds_rows(node)):
         return None if chooses(node) else Mixed(name_of(node))
     if is_sum_by_rows(node):

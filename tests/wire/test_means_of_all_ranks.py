@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from harness import processes, run
 from test_pairs_of_all_ranks import Form, Towers, batch, learnt
-from torch import Tensor
+from torch import Tensor, nn
 
 import recast
 from recast.passes import PIPELINE
@@ -243,7 +244,7 @@ def test_losses_and_what_is_of_each_row_are_nothing_to_tell(form: Form) -> None:
 
 
 def test_a_length_that_is_the_number_of_rows_is_not_taken_for_it() -> None:
-    class Pooled(torch.nn.Module):
+    class Pooled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.mean(1).sum(1)
 
@@ -252,3 +253,34 @@ def test_a_length_that_is_the_number_of_rows_is_not_taken_for_it() -> None:
     assert "mean_of_all" not in fast.report.graph_text
     (missed,) = [m for m in fast.report.journal.missed if m.rule == "synchronise-means"]
     assert missed.why.startswith("a mean, perhaps, over the rows of the batch")
+
+
+LAYERS: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
+    "attention": (nn.MultiheadAttention(6, 2), lambda m, x: m(x, x, x)[0]),
+    "sequence": (nn.LSTM(6, 4), lambda m, x: m(x)[0]),
+    "fused sequence": (nn.GRU(6, 4), lambda m, x: m(x)[0]),
+    "normalised": (
+        nn.Identity(), lambda m, x: F.layer_norm(x.transpose(0, 1), (x.size(0), 6)).transpose(0, 1)
+    ),
+    "groups": (nn.Identity(), lambda m, x: F.group_norm(x.transpose(0, 1), 1).transpose(0, 1)),
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self, layer: nn.Module, form: Any, turned: bool) -> None:
+        super().__init__()
+        self.layer, self.form, self.turned = layer, form, turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.layer, x.transpose(0, 1) if self.turned else x)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_along_the_batch_are_told(form: str, turned: bool) -> None:
+    """``turned``: what they take for the samples are those."""
+    layer, made = LAYERS[form]
+    fast = recast.optimize(Layer(layer, made, turned), example=torch.randn(8, 4, 6), passes=PASSES)
+    missed = [m for m in fast.report.journal.missed if m.rule == "synchronise-means"]
+    assert bool(missed) != turned
+    assert all("over the rows of the batch: on several ranks" in m.why for m in missed)
