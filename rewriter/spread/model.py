@@ -63,9 +63,9 @@ _SAME_GRAPH = (
     " that differ in every size that varies"
 )
 _OWN = (
-    "in a part without a graph, what pairs rows of the batch, as an in-batch softmax, has those of"
-    " this rank alone; random numbers that it draws are for this rank's own batch, and with one"
-    " seed the same on all ranks"
+    "in a part without a graph, what pairs rows of the batch, as an in-batch softmax, or computes"
+    " over them, as the mean of some, has those of this rank alone; random numbers that it draws"
+    " are for this rank's own batch, and with one seed the same on all ranks"
 )
 _SPARSE = (
     "tables with sparse=True and no optimizer that is fused: their gradients are sparse tensors of"

@@ -327,4 +327,4 @@ def test_what_is_not_captured_is_told_to_draw_for_itself() -> None:
 
     for told in map(str.split, run(2, rank)):
         assert "the same on all ranks" in (text := " ".join(told))
-        assert "what pairs rows of the batch" in text
+        assert "what pairs rows of the batch" in text and "as the mean of some" in text
