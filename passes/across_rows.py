@@ -19,7 +19,7 @@ from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 from recast.rewriter.ir import Node
 
 from .leaf import argument, module_of, spec_of
-from .own_rows import name_of, rows_of
+from .row_counts import name_of, rows_of
 
 _SEQUENCES = nn.RNNBase, nn.MultiheadAttention
 _FIRST = _ConvNd, _MaxPoolNd, _AvgPoolNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm

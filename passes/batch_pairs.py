@@ -25,14 +25,8 @@ from recast.runtime.ranks.batch_of_all import (
 )
 
 from .leaf import Einsum, argument, einsum_of, reduction_of, spec_of
-from .own_rows import (
-    batch_dims,
-    computes_with_rows,
-    counts_places,
-    counts_rows,
-    name_of,
-    why_not_own,
-)
+from .own_rows import why_not_own
+from .row_counts import batch_dims, computes_with_rows, counts_places, counts_rows, name_of
 
 CONTRACTION = torch.ops.recast.contraction.default
 _NAMES = (

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method
 
 from .leaf import argument, spec_of
-from .own_rows import ALONG, counts_places, name_of
+from .own_rows import ALONG
+from .row_counts import counts_places, name_of
 
 # losses that may leave out rows, whose mean is by the others' number or weights
 OF_CLASSES = (

@@ -29,19 +29,16 @@ from recast.runtime.ranks.means_of_all import OF_ALL, counted_of_all
 from .across_rows import across_rows
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
 from .leaf import argument, extra, module_of, spec_of
-from .own_rows import (
+from .own_rows import of_other_rows, why_not_mean
+from .row_counts import (
     batch_dims,
     computes_with_rows,
-    is_added,
-    is_sum_by_rows,
     makes_no_rows,
     name_of,
-    of_other_rows,
     rows_of,
-    sums_products,
     takes_for_size,
-    why_not_mean,
 )
+from .row_sums import is_added, is_sum_by_rows, sums_products
 
 _REDUCE = frozenset({
     "mean", "sum", "var", "std", "amax", "amin", "max", "min", "median", "prod", "logsumexp",

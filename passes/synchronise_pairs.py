@@ -42,7 +42,9 @@ from .batch_pairs import (
     shape,
 )
 from .leaf import argument, module_of, reduction_of, spec_of
-from .own_rows import batch_dims, counts_places, is_mean, name_of, why_not_mean
+from .own_rows import why_not_mean
+from .row_counts import batch_dims, counts_places, name_of
+from .row_sums import is_mean
 from .synchronise import fired
 
 if TYPE_CHECKING:
