@@ -29,7 +29,7 @@ from recast.runtime.ranks.means_of_all import OF_ALL, counted_of_all
 from .across_rows import across_rows
 from .chosen_rows import OF_CLASSES, chooses, chosen, finds_rows
 from .leaf import argument, extra, module_of, spec_of
-from .own_rows import of_other_rows, why_not_mean
+from .own_rows import of_other_rows, shifts_softmax, why_not_mean
 from .row_counts import (
     batch_dims,
     computes_with_rows,
@@ -74,6 +74,8 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
     name, made = _name(node), spec_of(node)
     if node.users and all(is_call(user, *OF_ALL) for user in node.users):
         return None  # by SynchronisePairs
+    if shifts_softmax(node):
+        return None
     if node.users and all(takes_own(user, node) for user in node.users):
         return None
     if across_rows(node, root):

@@ -64,6 +64,8 @@ def why_not_own(x: Node, known: Collection[Node], left: Collection[Node]) -> str
             return "a value that depends on the places of rows in the batch"
         if computes_with_rows(node) and not is_mean(node):
             return "a value that depends on the number of rows"
+        if shifts_softmax(node):
+            continue
         if over_rows(node) or (node not in known and of_other_rows(node)):
             return "a value over the batch"
         if node in known or name_of(node) in MAKERS:
@@ -72,6 +74,23 @@ def why_not_own(x: Node, known: Collection[Node], left: Collection[Node]) -> str
         found = is_call(node, operator.getitem) and bool(batch_dims(node.args[0]))
         queue += [n for n in node.all_input_nodes if not (found and counts_places(n))]
     return None
+
+
+def shifts_softmax(node: Node) -> bool:
+    """Whether the number ``node`` changes nothing: ``softmax(x - x.max())``, which has no greater
+    exponents so.
+    """
+    spec = spec_of(node)
+    if spec is None or spec.shape or not node.users:
+        return False
+    return all(
+        shifts_softmax(user)
+        if is_method(user, "detach")
+        else name_of(user) in ("sub", "isub")
+        and user.args[1:] == (node,)
+        and {name_of(one) for one in user.users} <= {"softmax", "log_softmax"}
+        for user in node.users
+    )
 
 
 def _row_dims(node: Any) -> list[int]:

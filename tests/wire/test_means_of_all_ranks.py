@@ -153,6 +153,13 @@ def test_a_mean_of_some_rows_is_by_those_of_all_ranks(form: str, split: tuple[in
         torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-4)
 
 
+def test_a_softmax_less_its_greatest_mixes_nothing() -> None:
+    def form(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return ((u - u.max().detach()).softmax(1) * v / v.square().mean()).sum(1)
+
+    check(form, (1, 3), run)
+
+
 def test_over_gloo() -> None:
     check(by_hand, (5, 2), processes)
 

@@ -147,6 +147,9 @@ SCALARS: dict[str, Form] = {
         F.cross_entropy(u @ v.T, arange(u)) + F.cross_entropy(v @ u.T, arange(u))
     ) / 2,
     "binary": lambda u, v, ids: F.binary_cross_entropy_with_logits(u @ v.T, torch.eye(u.size(0))),
+    "of a softmax less its greatest": lambda u, v, ids: F.cross_entropy(
+        (u - u.max()).softmax(1) @ v.T, arange(u)
+    ),
     "mean of all": lambda u, v, ids: F.softplus(u @ v.T).mean(),
     "divergence": lambda u, v, ids: F.kl_div(
         (u @ v.T).log_softmax(1), (v @ u.T).softmax(1), reduction="batchmean"
