@@ -6,10 +6,9 @@
 
 Each model takes two steps of SGD in train mode, on two processes over gloo with half of each batch,
 and on one with all of it, from one seed. ``apart`` is the largest difference of a parameter or
-buffer, as a share of how far it moved. A loss that is no mean over samples (a sum, an in-batch
-softmax, a mean over those items that are no padding) differs on ranks as under
-DistributedDataParallel: such models are told from wrong ones by reading them. Exit code 1 if a
-model cannot be trained.
+buffer, as a share of how far it moved. A loss that is a sum over samples differs on ranks as under
+DistributedDataParallel, and a parameter whose gradient is rounding moves at random: such models are
+told from wrong ones by reading them. Exit code 1 if a model cannot be trained.
 """
 
 from __future__ import annotations
