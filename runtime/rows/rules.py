@@ -163,14 +163,11 @@ def step_of(kind: type[Optimizer]) -> tuple[Any, Any]:
     """The ``step`` in the source of ``kind``, without torch's wrapper; and what it gathers the
     parameters of a group by.
 
-    Torch wraps the first in the class of the first optimizer that is made: AdamW, if made before
-    any Adam, gets its own wrapper around the step that it inherits. Its compiler wraps the second,
-    in each class.
+    Torch wraps it in the class of the first optimizer that is made: AdamW, if made before any Adam,
+    gets its own wrapper around the step that it inherits.
     """
     step: Any = kind.step
-    gather: Any = getattr(kind, "_init_group", None)
-    while hasattr(gather, "_torchdynamo_orig_callable"):
-        gather = gather._torchdynamo_orig_callable
+    gather = getattr(kind, "_init_group", None)
     return (step.__wrapped__ if getattr(step, "hooked", False) else step), gather
 
 

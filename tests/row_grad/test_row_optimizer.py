@@ -254,14 +254,6 @@ def test_a_step_that_torch_wrapped_once_more_is_the_same_step(
     assert rule_of(Mine([w]), lazy=True) is None
 
 
-def test_what_torchs_compiler_wraps_is_the_same_step() -> None:
-    """It wraps what gathers the parameters, in each class, once it has been used."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    for kind in (torch.optim.AdamW, torch.optim.Adam):
-        assert rule_of(kind([twins()[0]]), lazy=True) is not None
-    assert rule_of(torch.optim.SGD([twins()[0]], lr=0.1), lazy=False) is not None
-
-
 TWICE = {name: kind for name, kind in {**FUSED, **WHOLE}.items() if not kind.lazy}
 
 
