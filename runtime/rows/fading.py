@@ -233,7 +233,7 @@ def rule_of(optimizer: Optimizer) -> Fading | None:
     """The rule for an optimizer whose step is torch's own."""
     for rule in _RULES:
         if isinstance(optimizer, rule.kind):
-            return rule if step_of(type(optimizer)) == step_of(rule.kind) else None
+            return rule if step_of(type(optimizer)) is step_of(rule.kind) else None
     return None
 
 

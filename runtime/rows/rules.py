@@ -154,21 +154,19 @@ def rule_of(optimizer: Optimizer, lazy: bool) -> Rule | None:
     """The rule for an optimizer whose step is torch's own; ``lazy``: the rule may be inexact."""
     for rule in _RULES:
         if isinstance(optimizer, rule.kind) and (rule.exact or lazy):
-            # A subclass that steps in its own way is left alone.
-            return rule if step_of(type(optimizer)) == step_of(rule.kind) else None
+            # A subclass that overrides ``step`` is left alone.
+            return rule if step_of(type(optimizer)) is step_of(rule.kind) else None
     return None
 
 
-def step_of(kind: type[Optimizer]) -> tuple[Any, Any]:
-    """The ``step`` in the source of ``kind``, without torch's wrapper; and what it gathers the
-    parameters of a group by.
+def step_of(kind: type[Optimizer]) -> Any:
+    """The ``step`` in the source of ``kind``, without torch's wrapper.
 
     Torch wraps it in the class of the first optimizer that is made: AdamW, if made before any Adam,
     gets its own wrapper around the step that it inherits.
     """
     step: Any = kind.step
-    gather = getattr(kind, "_init_group", None)
-    return (step.__wrapped__ if getattr(step, "hooked", False) else step), gather
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def reason(optimizer: Optimizer, group: Group, lazy: bool) -> str | None:

@@ -56,7 +56,7 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 def _is_own(optimizer: Optimizer) -> bool:
     own = step_of(type(optimizer))
-    return any(isinstance(optimizer, k) and own == step_of(k) for k in _OWN)
+    return any(isinstance(optimizer, k) and own is step_of(k) for k in _OWN)
 
 
 def _decays(group: Group) -> bool:
@@ -314,7 +314,7 @@ def _needs_steps(optimizer: Optimizer, group: Group) -> bool:
 
 def _is_adam(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` uses the step of torch's Adam, which AdamW shares."""
-    return isinstance(optimizer, torch.optim.Adam) and step_of(type(optimizer)) == step_of(
+    return isinstance(optimizer, torch.optim.Adam) and step_of(type(optimizer)) is step_of(
         torch.optim.Adam
     )
 
