@@ -106,8 +106,7 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
 
 def takes_own(user: Node, node: Node) -> bool:
     """Whether ``user`` takes what each rank has of ``node``: as a size, or by its own rows."""
-    by_rows = is_sum_by_rows(user) or (is_added(user) and _is_by_rows(user))
-    return by_rows or takes_for_size(user, node) or is_call(user, torch._assert)
+    return _by_rows(user) or takes_for_size(user, node) or is_call(user, torch._assert)
 
 
 def of_places(node: Node) -> bool:
@@ -223,11 +222,11 @@ def _default(function: Any, name: str) -> Any:
         return None
 
 
-def _is_by_rows(node: Node) -> bool:
-    """Whether all that reads ``node`` divides it by the number of rows, if with others."""
-    return bool(node.users) and all(
-        is_sum_by_rows(user) or (is_added(user) and _is_by_rows(user)) for user in node.users
-    )
+def _by_rows(node: Node) -> bool:
+    """Whether ``node`` divides a sum by the number of rows, or adds it up for what does."""
+    if is_sum_by_rows(node):
+        return True
+    return is_added(node) and bool(node.users) and all(map(_by_rows, node.users))
 
 
 def _over_rows(node: Node) -> bool:

@@ -213,8 +213,8 @@ def _of(home: str) -> str:
 
 
 def _leave(error: BaseException) -> None:
-    """Leave the contexts that the frames of ``error`` hold open: torch 2.12's ``checkpoint`` keeps
-    its hooks in a generator, which an error that is kept keeps too.
+    """Leave the contexts that the frames of ``error`` hold open: before torch 2.13 ``checkpoint``
+    keeps its hooks in a generator, which an error that is kept keeps too.
     """
     step, frames_passed = error.__traceback__, []
     while step is not None:

@@ -36,6 +36,15 @@ def model(seed: int = 0) -> Model:
     return made
 
 
+def filled(value: float) -> Model:
+    """One whose parameters are all ``value``."""
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
 def trained(
     seed: int, kind: type[torch.optim.Optimizer], **options: float
 ) -> tuple[Model, torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed import model, trained
+from placed import filled, model, trained
 
 import recast.checkpoint
 from recast.errors import CheckpointError
@@ -22,14 +22,6 @@ from recast.runtime.checkpoint import files as checkpoint_files
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 pytestmark = pytest.mark.long
-
-
-def _filled(value: float) -> Any:
-    made = model()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
 
 
 def _die_at(event: int, path: Path, options: dict[str, Any]) -> None:
@@ -43,7 +35,7 @@ def _die_at(event: int, path: Path, options: dict[str, Any]) -> None:
             if seen == event:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    made = _filled(2.0)
+    made = filled(2.0)
     sys.addaudithook(audit)
     recast.checkpoint.save(path, made, **options)
     os._exit(17)
@@ -56,21 +48,21 @@ def test_killed_at_every_moment(options: dict[str, Any], stride: int, tmp_path: 
     """At each file opened, made, renamed or removed: a whole checkpoint is left, old or new."""
     fork = multiprocessing.get_context("fork")
     old = {**options, "step": 1} if options else {}
-    recast.checkpoint.save(tmp_path / "warm", _filled(0.0))  # imports, which open files too
+    recast.checkpoint.save(tmp_path / "warm", filled(0.0))  # imports, which open files too
     found: list[float] = []
     for event in range(1, 100, stride):
         path = tmp_path / f"{event}" / "c"
-        recast.checkpoint.save(path, _filled(1.0), **old)
+        recast.checkpoint.save(path, filled(1.0), **old)
         child = fork.Process(target=_die_at, args=(event, path, options))
         child.start()
         child.join(60)
-        made = _filled(0.0)
+        made = filled(0.0)
         recast.checkpoint.load(path, made)
         value = made.top.bias.item()
         assert value in (1.0, 2.0) and all(p.eq(value).all() for p in made.parameters())
         found.append(value)
         # and the next save finds its way, and clears up
-        recast.checkpoint.save(path, _filled(3.0), **({**options, "step": 3} if options else {}))
+        recast.checkpoint.save(path, filled(3.0), **({**options, "step": 3} if options else {}))
         recast.checkpoint.load(path, made)
         assert made.top.bias == 3.0
         left = [p.name for p in (path if options else path.parent).iterdir()]
@@ -88,13 +80,13 @@ def test_killed_while_a_step_is_saved_again(tmp_path: Path) -> None:
     found: set[float] = set()
     for event in range(1, 100):
         path = tmp_path / f"{event}" / "c"
-        recast.checkpoint.save(path, _filled(1.0), step=7, keep=1)
+        recast.checkpoint.save(path, filled(1.0), step=7, keep=1)
         child = fork.Process(target=_die_at, args=(event, path, {"step": 7, "keep": 1}))
         child.start()
         child.join(60)
-        recast.checkpoint.load(path, made := _filled(0.0))
+        recast.checkpoint.load(path, made := filled(0.0))
         found.add(made.top.bias.item())
-        recast.checkpoint.save(path, _filled(3.0), step=8, keep=1)
+        recast.checkpoint.save(path, filled(3.0), step=8, keep=1)
         assert [p.name for p in path.iterdir()] == ["step-0000000008"]
         if child.exitcode == 17:
             break
@@ -104,7 +96,7 @@ def test_killed_while_a_step_is_saved_again(tmp_path: Path) -> None:
 def test_an_error_while_saving_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recast.checkpoint.save(tmp_path / "c", _filled(1.0))
+    recast.checkpoint.save(tmp_path / "c", filled(1.0))
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -114,9 +106,9 @@ def test_an_error_while_saving_leaves_nothing_behind(
     serialise = "recast.runtime.checkpoint.content.serialise"
     monkeypatch.setattr(serialise, lambda value: b"")
     with pytest.raises(CheckpointError, match=r"cannot be written: OSError.*No space left"):
-        recast.checkpoint.save(tmp_path / "c", _filled(2.0))
+        recast.checkpoint.save(tmp_path / "c", filled(2.0))
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    recast.checkpoint.load(tmp_path / "c", made := _filled(0.0))
+    recast.checkpoint.load(tmp_path / "c", made := filled(0.0))
     assert made.top.bias == 1.0
 
 

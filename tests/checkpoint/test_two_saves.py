@@ -10,8 +10,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-import torch
-from placed import model
+from placed import filled
 
 import recast.checkpoint
 from recast.errors import CheckpointError
@@ -20,16 +19,8 @@ from recast.runtime.checkpoint import files
 _STEPS = ({}, {"step": 4, "keep": 2})
 
 
-def _filled(value: float) -> Any:
-    made = model()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
-
-
 def _saved(path: Path) -> float:
-    recast.checkpoint.load(path, made := _filled(0.0))
+    recast.checkpoint.load(path, made := filled(0.0))
     value = made.top.bias.item()
     assert all(p.eq(value).all() for p in made.parameters())
     return float(value)
@@ -60,14 +51,14 @@ def test_the_second_to_finish_is_told(
     """Overtaken while it writes, and before each of the two renames of its end."""
     path = tmp_path / "c"
     if there:
-        recast.checkpoint.save(path, _filled(1.0), **options)
+        recast.checkpoint.save(path, filled(1.0), **options)
     what, at = moment
     owner = (files, "commit") if what == "write" else (os, "rename")
-    overtake = lambda: recast.checkpoint.save(path, _filled(2.0), **options)  # noqa: E731
+    overtake = lambda: recast.checkpoint.save(path, filled(2.0), **options)  # noqa: E731
     _once_before(monkeypatch, *owner, at, overtake)
     place = path / "step-0000000004" if options else path
     with pytest.raises(CheckpointError, match="another save was writing there") as caught:
-        recast.checkpoint.save(path, _filled(3.0), **options)
+        recast.checkpoint.save(path, filled(3.0), **options)
     assert str(caught.value).startswith(f"{place} is not saved")
     assert "try  one save at a time, or a path for each" in str(caught.value)
     assert _saved(path) == 2.0
@@ -76,10 +67,10 @@ def test_the_second_to_finish_is_told(
 
 def test_threads_that_save_at_once(tmp_path: Path) -> None:
     path, together = tmp_path / "c", Barrier(4)
-    recast.checkpoint.save(path, _filled(9.0))
+    recast.checkpoint.save(path, filled(9.0))
 
     def save(value: float) -> float | None:
-        made = _filled(value)
+        made = filled(value)
         together.wait()
         try:
             recast.checkpoint.save(path, made)
@@ -99,7 +90,7 @@ def test_a_second_save_that_also_removes_old_steps(tmp_path: Path) -> None:
     """Both find the same old step to remove; neither minds that it is gone."""
     path = tmp_path / "c"
     for step in (1, 2):
-        recast.checkpoint.save(path, _filled(step), step=step, keep=2)
+        recast.checkpoint.save(path, filled(step), step=step, keep=2)
     with pytest.MonkeyPatch.context() as patch:
         listed = files._steps(path)
         files.prune(path, 1)
