@@ -47,14 +47,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
-    """A test that leaves another cache has all later ones of its process compile anew."""
+    """A test that leaves what all later ones of its process would go by fails, alone.
+
+    With another cache they would compile anew, with another default dtype they would fail.
+    """
     yield
-    left = os.environ.get("RECAST_CACHE")
-    if left != CACHE:
+    cache, dtype = os.environ.get("RECAST_CACHE"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    if cache != CACHE:
         os.environ.pop("RECAST_CACHE", None)
         if CACHE is not None:
             os.environ["RECAST_CACHE"] = CACHE
-        pytest.fail(f"RECAST_CACHE was {CACHE}, the test left {left}")
+        pytest.fail(f"RECAST_CACHE was {CACHE}, the test left {cache}")
+    if dtype != torch.float32:
+        pytest.fail(f"the test left {dtype} as the default dtype")
 
 
 @pytest.fixture(autouse=True)

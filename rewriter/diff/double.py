@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ _FILLS = (
     Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
     Tensor.log_normal_,
 )  # fmt: skip
+
+_OUTER: list[torch.dtype] = []  # the default dtypes that were found by those who are inside
+_LOCK = threading.Lock()
 
 
 class InDouble(TorchFunctionMode):
@@ -70,14 +74,20 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Everything computed inside is float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    """Everything computed inside is float64.
+
+    The default dtype is that of the whole process: where several threads are inside at a time, the
+    last one that leaves restores it.
+    """
+    with _LOCK:
+        _OUTER.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
     try:
         with InDouble():
             yield
     finally:
-        torch.set_default_dtype(before)
+        with _LOCK:
+            torch.set_default_dtype(_OUTER.pop())
 
 
 def doubled(model: nn.Module) -> nn.Module:

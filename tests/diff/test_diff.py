@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import DiffError, UsageError
-from recast.rewriter.diff import model_runs
+from recast.rewriter.diff import double, model_runs
 from recast.rewriter.diff.equivalence import DiffReport, diff
 from recast.rewriter.diff.side_by_side import off
 from recast.runtime import tolerances
@@ -127,6 +128,25 @@ def test_the_judge_runs_where_the_model_casts() -> None:
     model = Casts()
     report = compare(model, copy.deepcopy(model), torch.randn(5, 4)).check()
     assert report.judge == "float64"
+
+
+def test_the_default_dtype_that_two_threads_change_is_restored() -> None:
+    inside, left = threading.Event(), threading.Event()
+    seen: list[torch.dtype] = []
+
+    def second() -> None:
+        with double.in_double():
+            inside.set()
+            assert left.wait(60)
+            seen.append(torch.get_default_dtype())
+
+    thread = threading.Thread(target=second)
+    with double.in_double():
+        thread.start()
+        assert inside.wait(60)
+    left.set()
+    thread.join()
+    assert seen == [torch.float64] and torch.get_default_dtype() == torch.float32
 
 
 def test_random_numbers_that_a_judge_can_repeat() -> None:

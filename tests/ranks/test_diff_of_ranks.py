@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from every import COLUMNS, Every, batch, planned
-from harness import processes, run
+from harness import processes
 from torch import nn
 
 import recast
@@ -118,11 +118,10 @@ def test_means_over_the_batch_are_compared_as_each_ranks_own() -> None:
     def rank_of(rank: int) -> tuple[bool, str]:
         ids = torch.arange(6) + 7 * rank
         fast = recast.optimize(copy.deepcopy(model), example=ids, sharding="row_wise")
-        # Not in train mode, whose random numbers threads share.
         report = recast.diff(copy.deepcopy(model), fast, ids, training=False, steps=0)
         return report.ok, fast.report.graph_text
 
-    for ok, graph in run(2, rank_of):
+    for ok, graph in processes(2, rank_of):
         assert ok
         assert "mean_of_all" in graph and "sum_of_all" in graph and "counted_of_all" in graph
 
