@@ -5,6 +5,7 @@ experts share.
     l.sum() / mask.sum()        =>  sum_of_all(l.sum(), sizes) / sum_of_all(mask.sum(), sizes)
     x.std(0)                    =>  variance_of_all(x, sizes, [0], 1, False, True)
     x.roll(1, 0), x.amax(0)     told: of each rank's own rows, as under DistributedDataParallel
+    x * B, x * arange(B)        told: of each rank's own number of rows
 
 They are those of the global batch where nothing else mixes rows: beside others, as an order, they
 would be of other rows than those. What is a loss, and what is not: ``mixed_rows``.
@@ -25,6 +26,7 @@ from recast.runtime.ranks.means_of_all import OF_ALL, mean_of_all, sum_of_all, v
 
 from .batch_pair_writes import above_of
 from .mixed_rows import Mixed, mixed_rows, of_places, takes_own
+from .row_counts import computes_with_rows
 from .synchronise import Writer, fired
 from .synchronise_pairs import sizes_before
 
@@ -58,11 +60,16 @@ class SynchroniseMeans:
         root = context.root
         mixed = {n: found for n in graph.nodes if (found := mixed_rows(n, root)) is not None}
         unknown = any(not (found.known or found.loss) for found in mixed.values())
-        left = unknown or any(map(of_places, graph.nodes))
+        places = [*filter(of_places, graph.nodes)]
+        left = unknown or bool(places)
         todo = [n for n, found in mixed.items() if found.known and not (left and _beside(found))]
         todo = _with_sums_of_shares(todo, mixed)
         for node in [n for n in mixed if n not in todo]:
-            self._miss(node, mixed[node], context)
+            article = "an" if mixed[node].what[0] in "aeiou" else "a"
+            self._miss(node, f"{article} {mixed[node].what} over the rows of the batch", context)
+        for node in [n for n in places if n not in mixed]:
+            what = "number" if computes_with_rows(node) else "places"
+            self._miss(node, f"a value of the {what} of the rows of the batch", context)
         todo = todo[: context.fuel_left()]
         for node in todo:
             made, what = self._of_all(node, mixed[node]), mixed[node].what
@@ -92,10 +99,8 @@ class SynchroniseMeans:
         annotate(made, spec=Spec(torch.int64, ("n",)))
         return made
 
-    def _miss(self, node: Node, found: Mixed, context: Context) -> None:
-        article = "an" if found.what[0] in "aeiou" else "a"
-        why = f"{article} {found.what} over the rows of the batch"
-        told = f"{why}: on several ranks, of each rank's own"
+    def _miss(self, node: Node, what: str, context: Context) -> None:
+        told = f"{what}: on several ranks, of each rank's own"
         context.journal.miss(Missed(self.name, node.name, told, note(node).where, _TRIES))
 
 

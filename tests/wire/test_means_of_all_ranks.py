@@ -170,6 +170,7 @@ def written(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return (u @ kept.t()).sum(1)
 
 
+NUMBER, PLACES = "value of the number", "value of the places"
 LEFT: dict[str, tuple[Form, set[str]]] = {
     "greatest": (lambda u, v, ids: ((u - u.mean(0)) / u.amax(0)).sum(1), {"mean", "amax"}),
     "a variance by place": (lambda u, v, ids: (u * v.var(0, False)).sum(1), {"var"}),
@@ -188,10 +189,13 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "order": (lambda u, v, ids: u.sum(1).sort()[0] + v.topk(1, dim=0)[0].sum(), {"sort", "topk"}),
     "softmax": (lambda u, v, ids: u.sum(1).softmax(0) + v.mean(0).sum(), {"softmax", "mean"}),
     "covariance": (lambda u, v, ids: ((u.t() @ v) / u.amax(0)).sum() * u.sum(1), {"sum", "amax"}),
-    "number": (lambda u, v, ids: u.sum(1) + (v.mean(0) * v.size(0)).sum(), {"mean"}),
+    "number": (lambda u, v, ids: u.sum(1) + (v.mean(0) * v.size(0)).sum(), {"mean", NUMBER}),
+    "number alone": (lambda u, v, ids: (u * v).sum(1) * u.size(0), {NUMBER}),
     "places": (
-        lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(), {"mean"}
+        lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(),
+        {"mean", PLACES},
     ),
+    "places alone": (lambda u, v, ids: (u * v).sum(1) * torch.arange(u.size(0)), {PLACES}),
     "normalised": (
         lambda u, v, ids: F.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
         {"normalize", "mean"},
@@ -209,7 +213,7 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "several for each": (
         lambda u, v, ids: (u.reshape(-1).softmax(0).view(-1, 6) * v).sum(1), {"softmax"}
     ),
-    "more than a sum": (lambda u, v, ids: (u.square().sum() + 3) / u.size(0), {"sum"}),
+    "more than a sum": (lambda u, v, ids: (u.square().sum() + 3) / u.size(0), {"sum", NUMBER}),
 }  # fmt: skip
 
 
@@ -219,7 +223,9 @@ def test_others_are_of_each_ranks_own_and_told(form: str) -> None:
     fast = recast.optimize(Towers(made), example=batch(8, 0), passes=PASSES)
     missed = [m for m in fast.report.journal.missed if m.rule == "synchronise-means"]
     assert {re.sub("^an? ", "", m.why) for m in missed} == {
-        f"{kind} over the rows of the batch: on several ranks, of each rank's own" for kind in kinds
+        f"{kind} {'of' if kind in (NUMBER, PLACES) else 'over'} the rows of the batch: on several"
+        " ranks, of each rank's own"
+        for kind in kinds
     }
     assert all(str(m.where).startswith("test_means_of_all_ranks.py:") for m in missed)
     copies, plain = [copy.deepcopy(fast) for _ in range(2)], Towers(made)
