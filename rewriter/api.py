@@ -15,6 +15,7 @@ from torch import nn
 from recast import passes as library
 from recast.errors import UsageError
 from recast.rewriter.capture.capture_model import Captured, capture
+from recast.rewriter.capture.plain_model import uncompiled
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.report import Report
 from recast.runtime import kept_memory
@@ -56,6 +57,7 @@ class Options(TypedDict, total=False):
 
     example: Any
     forms: Sequence[Any]
+    varying: Sequence[str]
     world_size: int | None
     plan: Plan | None
     topology: Topology | str | None
@@ -82,6 +84,7 @@ def optimize(
     *,
     example: Any = None,
     forms: Sequence[Any] = (),
+    varying: Sequence[str] = (),
     world_size: int | None = None,
     plan: Plan | None = None,
     topology: Topology | str | None = None,
@@ -111,6 +114,9 @@ def optimize(
             a model that trains with them is evaluated, say. Each gets graphs of its own, over the
             same parameters, and a call runs those that take its arguments. On several ranks all
             make calls of one form at a time.
+        varying: numbers of modules that are set between calls, by path: ``["temperature",
+            "head.beta"]``. They are read at each call. Of others a graph relies on the value that
+            they have now, and once one is changed the plain forward runs.
         world_size: number of ranks; None means that of the initialised process group, else 1.
             Every rank calls this with the same model, and then calls the result with its own batch;
             with batches of equal size they train as one process with all of them would. Parameters
@@ -177,11 +183,12 @@ def optimize(
     arguments.check_stored(precision_table.stored(model))
     arguments.check_switches(inplace=inplace, strict=strict)
     arguments.check_forms(forms, example)
+    arguments.check_varying(varying, uncompiled(model), example)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
         options = Options(
-            example=example, forms=forms, world_size=world_size, plan=plan, topology=topology,
-            sharding=sharding, wire=wire, precision=precision, mode=mode,
+            example=example, forms=forms, varying=varying, world_size=world_size, plan=plan,
+            topology=topology, sharding=sharding, wire=wire, precision=precision, mode=mode,
             sparse_semantics=sparse_semantics, passes=passes, inplace=inplace, strict=strict,
         )  # fmt: skip
         return _with_dynamic(model, optimizer, tables, options)
@@ -204,7 +211,14 @@ def optimize(
     chosen = _passes_for(named, ranks, precision)
 
     lent, captured, compiled = _rewritten(
-        model, example, forms, chosen, ranks, inplace=inplace, strict=strict or passes is not None
+        model,
+        example,
+        forms,
+        varying,
+        chosen,
+        ranks,
+        inplace=inplace,
+        strict=strict or passes is not None,
     )
     if optimizer is not None:
         memory.trains(captured.root, optimizer)
@@ -242,8 +256,8 @@ def optimize(
 
 
 def _rewritten(
-    model: nn.Module, example: Any, forms: Sequence[Any], passes: Sequence[Pass], ranks: int, *,
-    inplace: bool, strict: bool,
+    model: nn.Module, example: Any, forms: Sequence[Any], varying: Sequence[str],
+    passes: Sequence[Pass], ranks: int, *, inplace: bool, strict: bool,
 ) -> tuple[bool, Captured, Compiled]:  # fmt: skip
     """``model`` captured, and rewritten; and whether it is on meta, its tables lent for that."""
     recorded = torch.inference_mode(False)  # gradients are part of the proof
@@ -256,7 +270,13 @@ def _rewritten(
             # A result with tables of its own must not hand them to the user's model.
             linked = ranks == 1 and not stores
             captured = capture(
-                model, example, forms=forms, inplace=inplace, linked=linked, falls_back=ranks == 1
+                model,
+                example,
+                forms=forms,
+                inplace=inplace,
+                linked=linked,
+                falls_back=ranks == 1,
+                varying=varying,
             )
             agreed = api_stored.agreed(captured, passes)
             return lent, captured, link_what_holds(captured, agreed, strict, ranks)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
 
 from recast.errors import NotBuiltError, UsageError
-from recast.rewriter.capture.layers import shares_gradients
+from recast.rewriter.capture.kept_numbers import NUMBERS
+from recast.rewriter.capture.layers import shares_gradients, torch_layer
+from recast.rewriter.compiled.copies import modules_by_path
 
 
 def check_model(model: object) -> None:
@@ -93,6 +96,46 @@ def check_forms(forms: object, example: object) -> None:
             why="they are further forms, beside that of the example",
             tries=("example=batch, forms=[batch_of_another_form]",),
         )
+
+
+def check_varying(varying: object, model: nn.Module, example: object) -> None:
+    """Raise UsageError unless ``varying`` names numbers of modules of the user's own."""
+    if isinstance(varying, str) or not isinstance(varying, Collection):
+        raise UsageError(
+            f"optimize: varying is a {type(varying).__name__}, not a list",
+            why="it has the path of each number that is set between calls; tensors need none",
+            tries=(f"varying=[{varying!r}]" if isinstance(varying, str) else "varying=['tau']",),
+        )
+    if varying and example is None:
+        raise UsageError(
+            "optimize: varying numbers are given, and no example",
+            why="a trace without one takes numbers of the model for constants",
+            tries=("example=batch",),
+        )
+    modules = modules_by_path(model)
+    numbers = [p for at, m in modules.items() if not torch_layer(type(m)) for p in _numbers(at, m)]
+    for path in varying:
+        if path in numbers:
+            continue
+        owner, _, name = str(path).rpartition(".")
+        held = vars(modules[owner]).get(name) if owner in modules else None
+        why = f"{type(model).__name__} has no attribute of that path"
+        if type(held) in NUMBERS:
+            why = f"{type(modules[owner]).__name__} is a layer of torch, which reads it itself"
+        elif held is not None:
+            why = f"it is a {type(held).__name__}"
+        near = get_close_matches(str(path), numbers, n=2, cutoff=0.4) or numbers[:2]
+        raise UsageError(
+            f"optimize: varying: {path!r} is no number that a module of the model holds",
+            why=why,
+            tries=tuple(f"varying=[{other!r}]" for other in near),
+        )
+
+
+def _numbers(path: str, module: nn.Module) -> list[str]:
+    """The paths of the numbers that ``module`` holds."""
+    names = [name for name, value in vars(module).items() if type(value) in NUMBERS]
+    return [f"{path}.{name}" if path else name for name in names]
 
 
 def check_mode(mode: object) -> None:

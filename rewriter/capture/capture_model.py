@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -48,6 +48,22 @@ from .symbolic import trace_without_example
 from .trace import Traced
 from .unread_entries import unread
 
+
+@dataclass(frozen=True)
+class Terms:
+    """What a capture may rely on. ``falls_back``: the plain forward can take over at any call.
+    ``varying``: numbers that are set between calls, by their paths in the model.
+    """
+
+    falls_back: bool = True
+    varying: frozenset[str] = frozenset()
+
+    def varying_in(self, prefix: str) -> frozenset[str]:
+        """The numbers of the module at ``prefix``, by their paths in it."""
+        start = f"{prefix}." if prefix else ""
+        return frozenset(p.removeprefix(start) for p in self.varying if p.startswith(start))
+
+
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
 _CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
 _ONE_ROW = "Expected more than 1 value per channel when training"  # torch's batch norm
@@ -80,7 +96,7 @@ class Captured:
     optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
     forms: list[Captured] = field(default_factory=list)
     prefix: str = ""
-    falls_back: bool = True  # the plain forward can take over at any call
+    terms: Terms = field(default_factory=Terms)
     why: str | None = None
     where: str | None = None
     tries: tuple[str, ...] = ()
@@ -93,43 +109,44 @@ class Captured:
 
 def capture(
     model: nn.Module, example: Any = None, *, forms: Sequence[Any] = (), inplace: bool = False,
-    linked: bool = True, falls_back: bool = True,
+    linked: bool = True, falls_back: bool = True, varying: Collection[str] = (),
 ) -> Captured:  # fmt: skip
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
     symbolic tracing. ``forms`` are further examples, for calls of other forms. The model is not
     touched. ``linked``: parameters and buffers that are replaced later in ``model`` are replaced in
-    the captured modules too, and the other way round. ``falls_back``: the plain forward can take
-    over at any call. Raises UsageError when an example does not fit.
+    the captured modules too, and the other way round. ``falls_back`` and ``varying``: see
+    :class:`Terms`. Raises UsageError when an example does not fit.
     """
     model = uncompiled(model)
     root = model if inplace else shallow_copy(model, linked=linked)
     link_hooks(root, model)
     uncompile(root)
     name = type(model).__name__
-    captured = _undisturbed(root, name, example, falls_back)
+    terms = Terms(falls_back, frozenset(varying))
+    captured = _undisturbed(root, name, example, terms)
     for k, form in enumerate(forms):
         try:
-            captured.forms.append(_undisturbed(root, name, form, falls_back))
+            captured.forms.append(_undisturbed(root, name, form, terms))
         except UsageError as error:
             what = error.what.replace("example", f"forms[{k}]", 1)
             raise UsageError(what, where=error.where, why=error.why, tries=error.tries) from error
     return captured
 
 
-def _undisturbed(root: nn.Module, name: str, example: Any, falls_back: bool) -> Captured:
+def _undisturbed(root: nn.Module, name: str, example: Any, terms: Terms) -> Captured:
     """A capture that leaves random numbers, objects and tensors as they were."""
     started = time.perf_counter()
     same = same_random_numbers(*generators_of(root))
     state = restored_objects(root), restored_tensors(root), restored_globals(root)
     with same, state[0], state[1], state[2]:
-        captured = _capture(root, name, example, falls_back)
+        captured = _capture(root, name, example, terms)
     captured.seconds = time.perf_counter() - started
     return captured
 
 
-def _capture(root: nn.Module, name: str, example: Any, falls_back: bool) -> Captured:
+def _capture(root: nn.Module, name: str, example: Any, terms: Terms) -> Captured:
     try:
         signature = _signature(root, example)
     except ValueError as error:
@@ -139,17 +156,17 @@ def _capture(root: nn.Module, name: str, example: Any, falls_back: bool) -> Capt
     live = live_copy(root)
     for batch in _batches.given(example, signature):
         _check_example(live, signature, batch, example)
-    captured = _of_example(root, live, name, signature, example, falls_back)
+    captured = _of_example(root, live, name, signature, example, terms)
     if captured.kind == "whole" or not signature.arrays:
         return captured
     no_arrays = replace(signature, arrays=())
-    fixed = _of_example(root, live, name, no_arrays, example, falls_back)
+    fixed = _of_example(root, live, name, no_arrays, example, terms)
     return fixed if fixed.kind == "whole" else captured  # its arrays are constants
 
 
 def _of_example(
     root: nn.Module, live: nn.Module, name: str, signature: Signature, example: Any,
-    falls_back: bool,
+    terms: Terms,
 ) -> Captured:  # fmt: skip
     def accepts(args: tuple[Any, ...]) -> Any:
         return run_plain(live, signature, args)
@@ -163,7 +180,7 @@ def _of_example(
             name, root, batches=None, why=found.how, where=place_of(root), tries=found.tries,
         )  # fmt: skip
     captured = capture_part(
-        root, name, signature, found.first, found.second, found.sizes, "", falls_back
+        root, name, signature, found.first, found.second, found.sizes, "", terms
     )
     captured.notes += [found.note] if found.note else []
     captured.fewer = found.fewer
@@ -219,14 +236,14 @@ def _of_plain(error: ValueError) -> Refused:
 
 def capture_part(
     root: nn.Module, name: str, signature: Signature, first: tuple[Any, ...],
-    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str, falls_back: bool,
+    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str, terms: Terms,
 ) -> Captured:  # fmt: skip
     """Capture one module on two batches, or its submodules if it cannot be captured."""
     # On the second: if forward read other entries of the first, its graph would fail on this one.
     signature = replace(signature, unread=unread(root, signature, first, second))
     second = signature.settled(second)
     captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
-    captured.falls_back = falls_back
+    captured.terms = terms
     opaque: set[str] = set()
     reasons: dict[str, Refused] = {}
     while True:
@@ -234,7 +251,8 @@ def capture_part(
             whole, pairs = complete(signature, first, second)
             captured.traced = trace_modes(
                 root, whole, first, second, pairs, sizes=sizes, opaque=frozenset(opaque),
-                prefix=prefix, falls_back=falls_back,
+                prefix=prefix, falls_back=terms.falls_back,
+                varying=terms.varying_in(prefix),
             )  # fmt: skip
             why = disagreement(root, captured.traced, whole, first, second)
             if why:
@@ -284,12 +302,15 @@ def _taken_for_granted(captured: Captured) -> list[str]:
             f"python branches on values: {_few(list(lines))}; what decided it is computed again at"
             " each call, and where it comes out otherwise the plain forward runs"
         )
-    own = (path for t in captured.traced.values() for path in t.numbers)
-    numbers = dict.fromkeys(".".join(filter(None, (captured.prefix, path))) for path in own)
-    if numbers:
-        said.append(
-            f"numbers that forward changes, read and stored at each call: {_few([*numbers])}"
-        )
+    stores = {path for t in captured.traced.values() for path in t.stores}
+    numbers = dict.fromkeys(path for t in captured.traced.values() for path in t.numbers)
+    counts = [path for path in numbers if path in stores]
+    if counts:
+        paths = _full(captured, counts)
+        said.append(f"numbers that forward changes, read and stored at each call: {_few(paths)}")
+    if len(counts) < len(numbers):
+        paths = _full(captured, (path for path in numbers if path not in stores))
+        said.append(f"varying numbers, read at each call: {_few(paths)}")
     any_value = captured.signature.unread if captured.signature is not None else ()
     names = [name for one in any_value for name in one.constants]
     if names:
@@ -310,6 +331,11 @@ def _taken_for_granted(captured: Captured) -> list[str]:
         many = "s that depend" if len(kept) > 1 else " that depends"
         said.append(f"{len(kept)} tensor{many} on no input: kept, not made at each call")
     return said
+
+
+def _full(captured: Captured, paths: Iterable[str]) -> list[str]:
+    """The paths in the model for those in what was captured."""
+    return [".".join(filter(None, (captured.prefix, path))) for path in paths]
 
 
 def _few(names: list[str]) -> str:
@@ -399,7 +425,7 @@ def _parts(
             continue
         if torch_layer(type(module)) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        part = _part(module, full, outside, captured.sizes, captured.falls_back)
+        part = _part(module, full, outside, captured.sizes, captured.terms)
         if part is not None:
             captured.parts[path] = part
             done.append(path)
@@ -407,7 +433,7 @@ def _parts(
 
 def _part(
     module: nn.Module, full: str, calls: list[list[Call]], sizes: tuple[int, int],
-    falls_back: bool,
+    terms: Terms,
 ) -> Captured | None:  # fmt: skip
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
@@ -430,7 +456,7 @@ def _part(
         return None
     part = capture_part(
         module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full,
-        falls_back,
+        terms,
     )  # fmt: skip
     return part if part.graphs else None
 

@@ -1,4 +1,5 @@
-"""Numbers that ``forward`` keeps in the model from call to call, as ``self.steps += 1`` does.
+"""Numbers that ``forward`` keeps in the model from call to call, as ``self.steps += 1`` does, and
+those that are said to be set between calls.
 
 A graph reads such an attribute anew at each call and stores the next number. A trace meets it as a
 :class:`.values.Value` with the numbers that two calls in a row leave: what the first call alone
@@ -53,6 +54,18 @@ def after_calls(
     return {path: tuple(values) for path, values in found.items()}
 
 
+def set_between(root: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """The numbers at ``paths``, which are set between calls, for a trace. One that could be a size
+    is another in each of its calls, so that nothing takes it for a constant.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        value = slot(root.get_submodule(owner), name)
+        found[path] = value, value + 1 if type(value) is int else value
+    return found
+
+
 def put(module: nn.Module, numbers: dict[str, Any]) -> None:
     """Set the numbers at these paths."""
     for path, value in numbers.items():
@@ -66,7 +79,8 @@ def not_asked(traced: Traced) -> None:
     for node in asked:
         if node.op == "get_attr" and node.target in traced.numbers:
             owner, _, name = str(node.target).rpartition(".")
-            why = f"control flow depends on self.{name}, which forward changes"
+            how = "which forward changes" if node.target in traced.stores else "which varies"
+            why = f"control flow depends on self.{name}, {how}"
             raise refusal(why, traced.guards[0].where, owner)
 
 

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import CodeType
 from typing import Any
 
@@ -14,7 +14,7 @@ from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph
 
-from .kept_numbers import after_calls, not_asked
+from .kept_numbers import after_calls, not_asked, set_between
 from .opaque_calls import ATTEMPTS
 from .plain_model import live_copy, rehearse
 from .refused import Refused, asked_again
@@ -26,15 +26,17 @@ _SIZES = {"int", "float", "range"}
 def trace_modes(
     root: nn.Module, signature: Signature, first: tuple[Any, ...], second: tuple[Any, ...],
     pairs: list[tuple[Any, Any]], *, sizes: tuple[int, int], opaque: frozenset[str], prefix: str,
-    falls_back: bool,
+    falls_back: bool, varying: Collection[str],
 ) -> dict[str, Traced]:  # fmt: skip
     """``{"both": t}`` or ``{"train": t, "eval": u}``. ``falls_back``: the plain forward can take
-    over where a question is answered otherwise. Raises Refused.
+    over where a question is answered otherwise. ``varying``: numbers that are set between calls.
+    Raises Refused.
     """
     numbers: set[str] = set()  # that forward keeps, in any mode
 
     def once(training: bool, plain: bool, kept: set[str], outside: Iterable[CodeType]) -> Traced:
-        found = after_calls(root, signature, (first, second), training, numbers) or {}
+        kept_ones = after_calls(root, signature, (first, second), training, numbers) or {}
+        found = {**set_between(root, varying), **kept_ones}
         traced = trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
             prefix=prefix, plain_flags=plain,

@@ -77,6 +77,11 @@ class Traced:
     numbers: tuple[str, ...] = ()  # attributes that are read anew at each call
     squeezes: Squeezed = field(default_factory=Squeezed)  # the sizes that decide ranks
 
+    @property
+    def stores_numbers(self) -> bool:
+        """Whether it stores numbers that forward keeps: it counts."""
+        return not {*self.numbers}.isdisjoint(self.stores)
+
 
 def trace(
     root: nn.Module,

@@ -264,8 +264,10 @@ class Compiled(nn.Module):
             return "forward writes into a dict that it is given, and a replay would not"
         if any(traced.entries for traced in self._runner.traced.values()):
             return "forward writes into a dict that the model holds, and a replay would not"
-        if any(traced.numbers for traced in self._runner.traced.values()):
+        if any(traced.stores_numbers for traced in self._runner.traced.values()):
             return "forward counts in Python, and a replay would not"
+        if any(traced.numbers for traced in self._runner.traced.values()):
+            return "forward reads numbers that vary, and a replay would not"
         graphs = self._runner.graphs.values()
         own = why_not_recorded(graphs) or distributions.why_not_recorded(graphs)
         return own or next(of_others, None)

@@ -66,7 +66,7 @@ class _Case:
     counts: bool = field(init=False)  # it stores numbers that forward keeps
 
     def __post_init__(self) -> None:
-        self.counts = _counts(self.traced)
+        self.counts = self.traced.stores_numbers
 
 
 class Runner:
@@ -131,7 +131,7 @@ class Runner:
             set(),
             traced,
             tuple((vars(modules[p]), n, v) for p, n, v in traced.leaves),
-            undo_of(graph, self.root, whole=_counts(traced)),
+            undo_of(graph, self.root, whole=traced.stores_numbers),
             fallback.emptied(graph, self.root),
             _may_be_lazy(graph, () if self.signature is None else self.signature.dtypes),
         )
@@ -479,13 +479,14 @@ class Runner:
                     "arguments of the example's form in every call, with and without gradients;"
                     " optimize(..., forms=[batch]) takes calls of another form",
                     "example=[a, b], two batches that differ as batches do",
-                    "if the model has changed, recast.optimize after that",
+                    f"if the model has changed, recast.optimize after that"
+                    f"{_if_varying(why, self.root)}",
                 ),
             )
-        change, _, now = why.partition(" and is now ")  # once, even if it changes at each step
+        change = why.partition(" and is now ")[0]  # once, even if it changes at each step
         if change not in self.warned:
             self.warned.add(change)
-            remedy = f"call recast.optimize again after such a change{_as_buffer(now)}"
+            remedy = f"call recast.optimize again after such a change{_if_varying(why, self.root)}"
             if of_call:
                 remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
             warnings.warn(
@@ -524,15 +525,15 @@ class Runner:
         self.built = False  # at the first call: what is being loaded is not whole yet
 
 
-def _counts(traced: Traced) -> bool:
-    """Whether the graph stores numbers that forward keeps."""
-    return not {*traced.numbers}.isdisjoint(traced.stores)
-
-
-def _as_buffer(now: str) -> str:
+def _if_varying(why: str, root: nn.Module) -> str:
     """What to do about a number that is changed again and again, as a temperature is."""
-    number = now.lstrip("-")[:1].isdigit()
-    return ", or keep the number in a buffer, which is read at each call" if number else ""
+    path, _, now = why.partition(" was ")
+    if not now.rpartition(" and is now ")[2].lstrip("-")[:1].isdigit():
+        return ""
+    owner, _, name = path.rpartition(".")
+    if name in vars(modules_by_path(root).get(owner, root)):
+        return f", or give it varying=[{path!r}] first: the number is then read at each call"
+    return ", or keep the number in a buffer, which is read at each call"
 
 
 def _sizes(values: Iterable[Any]) -> Hashable | None:
