@@ -8,7 +8,6 @@ any vector, nor a mean of some rows. A sum never is, but by their number: ``l.su
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ from .row_counts import (
     computes_with_rows,
     makes_no_rows,
     name_of,
+    only_finds,
     rows_of,
     takes_for_size,
 )
@@ -113,8 +113,8 @@ def of_places(node: Node) -> bool:
     """Whether ``node`` depends on the places or the number of rows, which is a rank's own."""
     if is_call(node, torch.arange, torch.eye) and batch_dims(node):
         # as an index, or told among those of all
-        known = operator.getitem, own_positions, all_positions, own_block
-        return not all(is_call(user, *known) for user in node.users)
+        known = own_positions, all_positions, own_block
+        return not (all(is_call(user, *known) for user in node.users) or only_finds(node))
     return computes_with_rows(node) and not is_sum_by_rows(node)
 
 

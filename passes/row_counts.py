@@ -13,6 +13,7 @@ from .leaf import spec_of
 
 # of vectors that count rows, what still does
 _COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
+_REPEATS = {"repeat_interleave", "repeat", "expand", "reshape", "view", "flatten"}
 # what takes the number of rows for a size of its result
 MAKERS = {
     "arange", "eye", "ones", "zeros", "full", "empty", "rand", "randn", "randint", "new_zeros",
@@ -80,6 +81,22 @@ def counts_places(x: Any) -> bool:
 
 def _only_adds_dimensions(key: Any) -> bool:
     return all(one is None or one == slice(None) for one in keys_of(key))
+
+
+def only_finds(places: Node) -> bool:
+    """Whether ``places``, which count the rows of the batch, say nothing but which row is meant, as
+    in ``rows[arange(B), last]``.
+    """
+    return bool(places.users) and all(_finds(user, places) for user in places.users)
+
+
+def _finds(user: Node, places: Node) -> bool:
+    name, args = name_of(user), user.args
+    if name in ("getitem", "setitem", "index_put", "index_put_"):
+        dim = next((d for d, key in enumerate(keys_of(args[1])) if key is places), None)
+        spec = spec_of(args[0])
+        return None not in (dim, spec) and dim in rows_of(spec)  # type: ignore[arg-type]
+    return name in _COUNTING | _REPEATS and args[0] is places and only_finds(user)
 
 
 def keys_of(key: Any) -> tuple[Any, ...]:

@@ -195,6 +195,10 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(),
         {"mean", PLACES},
     ),
+    "rows of a constant": (
+        lambda u, v, ids: (u * v).sum(1) * torch.linspace(0, 1, 64)[torch.arange(u.size(0))],
+        {PLACES},
+    ),
     "places alone": (lambda u, v, ids: (u * v).sum(1) * torch.arange(u.size(0)), {PLACES}),
     "normalised": (
         lambda u, v, ids: F.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
@@ -247,6 +251,17 @@ def test_others_are_of_each_ranks_own_and_told(form: str) -> None:
         lambda u, v, ids: F.cross_entropy(u, v.softmax(1)),
         lambda u, v, ids: F.cross_entropy(u, torch.zeros(u.size(0), dtype=torch.long)),
         lambda u, v, ids: u.softmax(1).mean(1),
+        lambda u, v, ids: u[torch.arange(u.size(0)), ids] * v.sum(1),
+        lambda u, v, ids: (
+            v
+            * v.new_zeros(v.size(0), 6).index_put(
+                (
+                    torch.arange(v.size(0)).repeat_interleave(2),
+                    torch.stack([ids, ids + 1], 1).flatten(),
+                ),
+                u[:, :2].flatten(),
+            )
+        ),
         lambda u, v, ids: u[ids > 1],
     ],
 )
