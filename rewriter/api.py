@@ -290,6 +290,9 @@ def _attach(
 ) -> None:
     """Let ``optimizer`` step rows, and the report say what it does."""
     row_optimizer.attach(optimizer, lazy=lazy)
+    lazy = lazy and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    for one in compiled._with_graphs():
+        one._runner.lazy = lazy
     row_optimizer.when_full(optimizer, partial(memory.explain_of, weakref.ref(captured.root)))
     compiled.report.notes.extend(row_optimizer.notes(optimizer))
     compiled.report.notes.extend(_costs(captured.root, optimizer))

@@ -87,6 +87,7 @@ class Runner:
         self.kinds: dict[str, str] | None = None  # the class of every module, as first built
         self.swapped: str | None = None  # a module of another class, put there before a copy ran
         self.spread = False  # the tables are spread over ranks: only the graphs can run
+        self.lazy = False  # the optimizer leaves rows that have no gradient as they are
 
     # ------------------------------------------------------------ making
 
@@ -489,9 +490,11 @@ class Runner:
             remedy = f"call recast.optimize again after such a change{_if_varying(why, self.root)}"
             if of_call:
                 remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
+            what = "The numbers are the same, the speed is not"
+            if self.lazy:
+                what = "Its tables get dense gradients, by which lazy steps move every row"
             warnings.warn(
-                f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
-                f" not; {remedy}",
+                f"{self.name} runs its plain forward: {why}. {what}; {remedy}",
                 RecastWarning,
                 stacklevel=6 + inside,
             )
@@ -519,7 +522,7 @@ class Runner:
         for mode, kept in state["traced"].items():
             asks = unpack(state["asks"][mode]) if mode in state["asks"] else None
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
-        self.warned = set()
+        self.warned, self.lazy = set(), False
         self.spread, self.kinds = state["spread"], state["kinds"]
         self.swapped = self.known = None
         self.built = False  # at the first call: what is being loaded is not whole yet

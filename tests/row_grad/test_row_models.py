@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from row_lookup import same
@@ -112,6 +114,26 @@ def test_a_dense_gradient_of_a_lazy_table_steps_all_rows_which_is_told() -> None
     before = model.a.weight.detach().clone()
     optimizer.step()
     assert torch.equal((model.a.weight != before).any(1), moved) and moved.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "semantics", "told"),
+    [
+        (Adam, "lazy", "get dense gradients, by which lazy steps move every row"),
+        (Adam, "exact", "The numbers are the same"),
+        (SGD, "lazy", "The numbers are the same"),
+    ],
+)
+def test_a_call_that_runs_plain_says_what_that_changes(
+    kind: type[torch.optim.Optimizer], semantics: Literal["exact", "lazy"], told: str
+) -> None:
+    model = Tables(sparse=False)
+    fast, _ = recast.optimize(
+        model, kind(model.parameters()), example=batch(0), sparse_semantics=semantics
+    )
+    fast.a.register_forward_hook(lambda *_: None)
+    with pytest.warns(recast.RecastWarning, match=told):
+        fast(*batch(1))
 
 
 def test_semantics_is_checked() -> None:
