@@ -636,7 +636,9 @@ def _table(what: str, node: Node) -> str | None:
     if found is None or not isinstance(first, (list, tuple)) or int(found[1]) >= len(first):
         return None
     table = first[int(found[1])]
-    return str(table.target) if isinstance(table, Node) and table.op == "get_attr" else None
+    if not isinstance(table, Node) or table.op != "get_attr":
+        return None
+    return str(table.target).removesuffix(".packed")  # the rows of a table that is stored
 
 
 def _short(origin: Iterable[str]) -> str:

@@ -415,7 +415,7 @@ def test_errors_name_the_table() -> None:
     fast = recast.optimize(small(), example=batch(), precision="int8")
     users, item, other = batch()
     item[2] = 64
-    with pytest.raises(IdError, match=r"id 64 of lookup 1 .table item.weight") as raised:
+    with pytest.raises(IdError, match=r"id 64 of lookup 1 \(table item\.weight\)") as raised:
         fast(users, item, other)
     assert "test_stored_models.py" in str(raised.value)
 
