@@ -22,7 +22,7 @@ from recast.rewriter.ir import Graph, note
 
 from . import external_state
 from .entries import EmptyDicts, Entries
-from .object_contents import Absent
+from .object_contents import PLAIN, Absent
 from .signature import Signature
 from .snapshots import Settled
 from .value_checks import Anything, ProcessLocal, Same, alike
@@ -72,11 +72,11 @@ class Assumptions:
         self.present = (*_present(modules, graphs, traced), *_statistics(free))
         reads = {(p, n): v for t in traced for p, n, v in t.reads}
         everything = {t.key: t for one in traced for t in one.taken}
+        of_modules = [c for p, m in free.items() for c in external_state.of_module(p, m)]
         asked: tuple[external_state.Check, ...] = (
             *((vars(modules[p]).get, (n, Absent), Same(v), ".".join(filter(None, (p, n))))
               for (p, n), v in reads.items()),
-            *external_state.checks(everything.values(), modules),
-            *(c for p, m in free.items() for c in external_state.of_module(p, m)),
+            *external_state.checks(everything.values(), modules), *of_modules,
         )  # fmt: skip
         asked = tuple(c for c in asked if not isinstance(c[2], Anything))
         # What the very object under a key settles is left to one call for all such keys.
@@ -97,6 +97,32 @@ class Assumptions:
         self.probe = _probe(modules, signature)
         self.computed_dtypes = signature is not None and signature.computed_dtypes
         self.reads_dtypes = bool(self.probe or self.computed_dtypes)
+        self.outline = dict(self._outline(of_modules))
+
+    def _outline(self, of_modules: Iterable[external_state.Check]) -> Iterator[tuple[str, Any]]:
+        """What is taken from modules, by names and as plain values that copies and files keep."""
+        for values, names, _, path in self.settings:
+            yield from (
+                (f"{path}.{name}", _plain(v)) for name, v in zip(names, values, strict=True)
+            )
+        for ask, of, _, label in of_modules:
+            yield label, _plain(ask(*of))
+        for held, forward, path in self.forwards:
+            own = forward is not None and not external_state.ours(held)
+            yield f"{path}.forward", "its own" if own else None
+        for _, _, path in self.present:
+            yield path, True
+
+    def changed_since(self, outline: Mapping[str, Any]) -> str | None:
+        """What is no longer as in ``outline``, which was made with the graphs, in words, or None:
+        a copy may have been changed before it was first called, or what it is a copy of.
+        """
+        for name, was in outline.items():
+            now = self.outline.get(name)
+            if not alike(now, was):
+                known = was is not None and now is not None
+                return f"{name} was {was} and is now {now}" if known else f"{name} was changed"
+        return None
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
@@ -147,6 +173,15 @@ class Assumptions:
 def _values(names: tuple[str, ...], held: dict[str, Any]) -> tuple[Any, ...]:
     """What a layer has under these names; a setting that becomes a module is no longer there."""
     return tuple(held.get(name, Absent) for name in names)
+
+
+def _plain(value: Any) -> Any:
+    """A value as copies and files keep it; of a function, its name."""
+    if isinstance(value, (*PLAIN, type(None))):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _present(

@@ -85,7 +85,8 @@ class Runner:
         self.built = False
         self.known: KnownCalls | None = None
         self.kinds: dict[str, str] | None = None  # the class of every module, as first built
-        self.swapped: str | None = None  # a module of another class, put there before a copy ran
+        self.outline: dict[str, Any] | None = None  # what the graphs took from them, as first built
+        self.outdated: str | None = None  # what was changed before a copy was first called
         self.spread = False  # the tables are spread over ranks: only the graphs can run
         self.lazy = False  # the optimizer leaves rows that have no gradient as they are
 
@@ -109,17 +110,27 @@ class Runner:
         modules = modules_by_path(self.root)
         kinds = {p: f"{type(m).__module__}.{type(m).__qualname__}" for p, m in modules.items()}
         self.kinds = kinds if self.kinds is None else self.kinds
-        self.swapped = next((p for p, k in self.kinds.items() if kinds.get(p) != k), None)
-        graphs = {} if self.swapped is not None else self.graphs
+        swapped = next((p for p, k in self.kinds.items() if kinds.get(p) != k), None)
+        self.outdated = None if swapped is None else f"the module {swapped!r} was replaced"
+        if self.graphs and self.outdated is None:
+            self._assume(modules)
+        graphs = {} if self.outdated is not None else self.graphs
         self.cases = {mode: self._case(mode, graph, modules) for mode, graph in graphs.items()}
         if self.cases:
             forks = sorted({p for t in self.traced.values() for p in t.forks})
             self.flags = [vars(modules[p]) for p in forks]
-            self.assumptions = Assumptions(modules, graphs, self.traced.values(), self.signature)
             if self.signature is not None:
                 lazy = {k for case in self.cases.values() for k in case.lazy}
                 self.known = KnownCalls(self.signature, self.assumptions, lazy)
         self.built = True  # at last: another thread may ask
+
+    def _assume(self, modules: dict[str, nn.Module]) -> None:
+        """List what the graphs take for granted, and see whether it was so when they were made."""
+        traced = self.traced.values()
+        self.assumptions = Assumptions(modules, self.graphs, traced, self.signature)
+        if self.outline is None:
+            self.outline = self.assumptions.outline
+        self.outdated = self.assumptions.changed_since(self.outline)
 
     def _case(self, mode: str, graph: Graph, modules: dict[str, nn.Module]) -> _Case:
         traced = self.traced[mode]
@@ -191,7 +202,7 @@ class Runner:
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The values of the placeholders, unless a call with these arguments runs plain."""
-        if self.swapped is not None or self.signature is None:
+        if self.outdated is not None or self.signature is None:
             return None
         leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
         return leaves if why is None and self.signature.other_kind(leaves) is None else None
@@ -224,8 +235,8 @@ class Runner:
             self.build()
         signature = self.signature
         if signature is None or not self.cases:  # then no table is spread
-            if self.swapped is not None:
-                self.warn(f"the module {self.swapped!r} was replaced")
+            if self.outdated is not None:
+                self.warn(self.outdated)
             return self.plain(args, kwargs)
         if not self.spread and _leaves_python():
             _check_memory(self.name, self.root)
@@ -511,7 +522,7 @@ class Runner:
         return {
             "name": self.name, "root": self.root, "signature": self.signature, "asks": asks,
             "graphs": {m: pack(g) for m, g in self.graphs.items()}, "traced": traced,
-            "spread": self.spread, "kinds": self.kinds,
+            "spread": self.spread, "kinds": self.kinds, "outline": self.outline,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -524,7 +535,7 @@ class Runner:
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
         self.warned, self.lazy = set(), False
         self.spread, self.kinds = state["spread"], state["kinds"]
-        self.swapped = self.known = None
+        self.outline, self.outdated, self.known = state["outline"], None, None
         self.built = False  # at the first call: what is being loaded is not whole yet
 
 

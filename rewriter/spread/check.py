@@ -92,6 +92,7 @@ def close(model: nn.Module, compiled: Compiled) -> None:
                 vars(module)["reset_parameters"] = partial(_drawn_before, path)
     for one in (compiled, *compiled._forms):
         one._runner.built = False  # they are no change to what it was built for
+        one._runner.outline = None
 
 
 def open_again(twin: nn.Module) -> None:

@@ -87,6 +87,63 @@ def test_a_module_swapped_in_a_copy_that_never_ran(copied: Callable[[Any], Any])
         torch.testing.assert_close(fast(IDS), plain(IDS))
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 2)
+        self.last = nn.Sequential(nn.GELU())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.out(self.bag(ids.repeat(3, 1).T)))
+
+
+def _reset(model: Any) -> None:
+    model.bag.mode = "mean"
+
+
+def _replace(model: Any) -> None:
+    weight, model.bag = model.bag.weight, nn.EmbeddingBag(9, 4, mode="max")
+    model.bag.weight = weight
+
+
+def _append(model: Any) -> None:
+    model.last.append(nn.Tanh())
+
+
+def _renorm(model: Any) -> None:
+    model.bag.max_norm = 0.5
+
+
+def _give_forward(model: Any) -> None:
+    model.out.forward = torch.neg
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, again])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_reset, r"bag\.mode was sum and is now mean"),
+        (_replace, r"bag\.mode was sum and is now max"),
+        (_append, r"len\(last\) was 1 and is now 2"),
+        (_renorm, r"bag\.max_norm was changed"),
+        (_give_forward, r"out\.forward was changed"),
+    ],
+)
+def test_a_layer_changed_before_a_copy_ran(
+    change: Callable[[Any], Any], says: str, copied: Callable[[Any], Any], before: bool
+) -> None:
+    plain = Layers()
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS)
+    for model in (plain, fast) if before else (plain,):
+        change(model)
+    fast = copied(fast)
+    if not before:
+        change(fast)
+    with pytest.warns(recast.RecastWarning, match=says):
+        torch.testing.assert_close(fast(IDS), plain(IDS))
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
