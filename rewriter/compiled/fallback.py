@@ -22,6 +22,8 @@ from .codegen import Program
 from .signature import Signature
 from .undo import Snapshot
 
+OTHER_ROWS = "there are no longer equally many rows"
+
 
 def why_fall_back(
     error: Exception, program: Program, graph: Graph, root: nn.Module, leaves: Sequence[Any],
@@ -37,7 +39,11 @@ def why_fall_back(
         return error.what
     why = _reason(error, graph, root, leaves, signature, catches, empty)
     node = failing(error, program)
-    if why is None or node is None:
+    if node is None:
+        return None
+    if why is None and not isinstance(error, IdError) and not _reads_offsets(node):
+        why = other_rows(leaves, signature)
+    if why is None:
         return None
     # the operation only checked its inputs, or was not called at all
     checked = isinstance(error, InputError) or _functionalized(error)
@@ -60,6 +66,33 @@ def _reason(
     if catches:
         return f"forward catches errors, and there is one: {error}"
     return None if isinstance(error, IdError) else signature.other_size(leaves)
+
+
+def other_rows(leaves: Sequence[Any], signature: Signature) -> str | None:
+    """Which inputs differ in their number of rows, as one user beside many items does: torch
+    broadcasts the one, which not all of our operations do.
+    """
+    fixed = {k for k, sizes in signature.alike if any(dim == 0 for dim, _ in sizes)}
+    rows = {
+        signature.labels[k]: len(leaf)
+        for k, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and k not in fixed
+    }
+    label = next(iter(rows), "")
+    other = next((one for one, count in rows.items() if count != rows[label]), None)
+    return None if other is None else f"{OTHER_ROWS} of {label} and {other}"
+
+
+def _reads_offsets(node: Node) -> bool:
+    """Whether ``node`` looks bags up: of its inputs, numbers of rows differ in any batch, and torch
+    checks less.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return any(one is not None for one in given.get("offsets") or ())
 
 
 def _functionalized(error: Exception) -> bool:

@@ -294,8 +294,16 @@ class Runner:
             reason = self._why_plain(error, case, leaves, snapshot)
             if reason is None:
                 raise
-        result = self.plain(args, kwargs)
-        self.warn(reason, inside=1)  # not before: it may refuse these arguments, too
+            said = error
+        other_rows = reason.startswith(fallback.OTHER_ROWS)
+        try:
+            result = self.plain(args, kwargs)
+        except Exception:
+            if other_rows:
+                raise said from None  # which says more
+            raise
+        remedy = "expand the one with fewer rows" if other_rows else None
+        self.warn(reason, inside=1, remedy=remedy)  # not before: it may refuse these arguments, too
         return result
 
     def known_call(
@@ -478,10 +486,12 @@ class Runner:
             return type(self.root).forward(self.root, *args, **kwargs)
         return class_forward(self.root)(*args, **kwargs)
 
-    def warn(self, why: str, inside: int = 0, of_call: bool = False) -> None:
+    def warn(
+        self, why: str, inside: int = 0, of_call: bool = False, remedy: str | None = None
+    ) -> None:
         """Warn once that the plain forward runs, at the line that called the module; ``inside``:
         how many calls below :meth:`__call__`; ``of_call``: because of the arguments, not of the
-        model. Raises UsageError if it cannot.
+        model; ``remedy``: what else to do about it. Raises UsageError if it cannot.
         """
         if self.spread:
             raise UsageError(
@@ -498,9 +508,11 @@ class Runner:
         change = why.partition(" and is now ")[0]  # once, even if it changes at each step
         if change not in self.warned:
             self.warned.add(change)
-            remedy = f"call recast.optimize again after such a change{_if_varying(why, self.root)}"
             if of_call:
                 remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
+            elif remedy is None:
+                after = "call recast.optimize again after such a change"
+                remedy = f"{after}{_if_varying(why, self.root)}"
             what = "The numbers are the same, the speed is not"
             if self.lazy:
                 what = "Its tables get dense gradients, by which lazy steps move every row"
