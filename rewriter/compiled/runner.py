@@ -38,6 +38,7 @@ from .signature import OTHER_FORM, Signature, class_forward
 from .trees import rebuild
 from .undo import Snapshot, Undo, undo_of
 from .value_checks import alike
+from .wide_inputs import cast_inputs, too_wide
 
 _ABSENT = object()
 _MIXED = "some modules are in train mode and some in eval mode, and forward asks which"
@@ -62,6 +63,7 @@ class _Case:
     undo: Undo | None
     empty: set[str]  # what the graph reads that was None when this was made
     lazy: tuple[int, ...]  # the flat inputs that torch may have yet to negate
+    cast: tuple[int, ...]  # the flat inputs whose dtype a rule's cast hides
 
     counts: bool = field(init=False)  # it stores numbers that forward keeps
 
@@ -146,6 +148,7 @@ class Runner:
             undo_of(graph, self.root, whole=traced.stores_numbers),
             fallback.emptied(graph, self.root),
             _may_be_lazy(graph, () if self.signature is None else self.signature.dtypes),
+            cast_inputs(graph),
         )
 
     def source(self) -> str:
@@ -266,7 +269,7 @@ class Runner:
             why = "control flow that depends on values goes another way than in the example"
             self.warn(why, of_call=True)
             return self.plain(args, kwargs)
-        other = None if self.spread or compiling else signature.other_kind(leaves)
+        other = None if self.spread or compiling else self._other_dtype(case, leaves)
         if other is not None:
             try:
                 result = self.plain(args, kwargs)
@@ -395,6 +398,12 @@ class Runner:
         if written and argument_writes.shared(ordered, [place for place, _ in written]):
             return "a dict that forward writes to is given to it in two places"
         return None
+
+    def _other_dtype(self, case: _Case, leaves: list[Any]) -> str | None:
+        """Which input has a dtype with which torch would compute something else, or None."""
+        assert self.signature is not None
+        wide = too_wide(leaves, case.cast, self.signature.labels, self.root) if case.cast else None
+        return self.signature.other_kind(leaves) or wide
 
     def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the plain forward, because a parameter that the graph reads is gone."""

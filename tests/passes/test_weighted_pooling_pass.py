@@ -11,6 +11,8 @@ import torch
 from passkit import fired, journal, optimized, same
 from torch import Tensor, nn
 
+import recast
+
 ROWS, LENGTH, DIM = 13, 4, 3
 
 
@@ -50,6 +52,23 @@ WEIGHED: dict[str, Pool] = {
         lambda v: torch.einsum("bld,bl->bd", rows, v / (v.sum(1, keepdim=True) + 1e-8))
     )(w.abs() * (ids != 0)),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_weights_that_the_table_cannot_hold_make_a_result_of_their_dtype(
+    dtype: torch.dtype,
+) -> None:
+    model = Model(WEIGHED["product"])
+    narrow = [(ids, weights.float()) for ids, weights in BATCHES]
+    fast = recast.optimize(copy.deepcopy(model), example=narrow)
+    assert fired(fast)["pool-sequences"] == 1
+    ids, weights = BATCHES[0][0], torch.randn(5, LENGTH, dtype=dtype)
+    with pytest.warns(recast.RecastWarning, match=f"weights is {dtype}, and the model"):
+        torch.testing.assert_close(fast(ids, weights), model(ids, weights))
+    half = narrow[0][1].half()  # widened, as torch does it: warnings are errors here
+    torch.testing.assert_close(fast(ids, half), model(ids, half))
+    wide = fast.double(), model.double()
+    torch.testing.assert_close(wide[0](*BATCHES[1]), wide[1](*BATCHES[1]))
 
 
 @pytest.mark.parametrize("form", WEIGHED)
