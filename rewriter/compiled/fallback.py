@@ -15,6 +15,7 @@ from torch import nn
 
 from recast.errors import IdError, InputError
 from recast.rewriter import order
+from recast.rewriter.capture.constants import Constants
 from recast.rewriter.capture.opaque_calls import Reshaped
 from recast.rewriter.ir import Graph, Node
 
@@ -109,7 +110,7 @@ def gone(graph: Graph, root: nn.Module) -> str:
     """The first parameter or buffer that ``graph`` reads and that ``root`` has no longer."""
     for node in graph.nodes:
         owner, _, name = str(node.target).rpartition(".")
-        if node.op != "get_attr":
+        if node.op != "get_attr" or owner.startswith(Constants.ATTRIBUTE):  # which are our own
             continue
         try:
             module = root.get_submodule(owner)

@@ -126,6 +126,27 @@ def test_a_parameter_taken_from_the_model_is_an_error(take: Callable[[nn.Module]
         fast(ids())
 
 
+def test_a_table_taken_from_a_model_with_constants_is_named() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.items = nn.Embedding(9, 4), nn.Embedding(9, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return (self.places(torch.arange(ids.shape[1])) + self.items(ids)).sum(1)
+
+    model = Placed()
+    fast = recast.optimize(model, example=torch.randint(9, (6, 3)))
+    prune.l1_unstructured(model.items, "weight", 0.5)
+    with (
+        pytest.warns(
+            RecastWarning, match="the parameter items.weight that the graph reads is gone"
+        ),
+        pytest.raises(UsageError, match="cannot run"),
+    ):
+        fast(torch.randint(9, (6, 3)))
+
+
 def test_copies_and_stored_tables_are_apart() -> None:
     model, fast = pair()
     twin = copy.deepcopy(fast)
