@@ -240,7 +240,7 @@ class Compiled(nn.Module):
         """Why a graph no longer matches the modules, or None."""
         if not self._runner.built:
             self._runner.build()
-        why = self._runner.why_stale() if self._runner.cases else None
+        why = self._runner.why_stale()
         if why is not None or not (self._parts or self._forms):
             return why
         others = (*self._forms, *self._parts.values())

@@ -485,7 +485,7 @@ class Runner:
 
     def why_stale(self) -> str | None:
         """Why the graphs no longer match the modules, or None."""
-        return self.assumptions.broken() if self.cases else None
+        return self.assumptions.broken() if self.cases else self.outdated
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own forward, over the same parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -142,6 +143,7 @@ def test_a_layer_changed_before_a_copy_ran(
         change(fast)
     with pytest.warns(recast.RecastWarning, match=says):
         torch.testing.assert_close(fast(IDS), plain(IDS))
+    assert re.fullmatch(says, fast.why_stale())
 
 
 @pytest.mark.parametrize(
