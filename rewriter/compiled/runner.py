@@ -305,8 +305,9 @@ class Runner:
             if other_rows:
                 raise said from None  # which says more
             raise
-        remedy = "expand the one with fewer rows" if other_rows else None
-        self.warn(reason, inside=1, remedy=remedy)  # not before: it may refuse these arguments, too
+        remedy = "expand that of fewer, or give such a batch too: example=[a, b]"
+        # not before: it may refuse these arguments, too
+        self.warn(reason, inside=1, remedy=remedy if other_rows else None)
         return result
 
     def known_call(
