@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from recast.runtime import device, kept_memory
 
@@ -58,13 +57,14 @@ def forward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The result for ``x``, which is contiguous or has two dimensions, and what backward needs:
-    (2, C), the mean and 1 / deviation. Updates the ``running`` mean and variance.
+    (2, C), the mean and 1 / deviation. Updates the ``running`` mean and variance, and as in torch
+    no version counter tells: autograd holds them for torch's own batch norm, which does not read
+    them in backward.
     """
     out, saved = kept_memory.empty(x.shape, x.dtype), x.new_empty((2, x.shape[1]))
     native.batch_norm_forward(
         flat(x), weight, bias, *running, momentum, eps, flat(out), saved, device.threads()
     )
-    increment_version([kept for kept in running if kept is not None])
     return out, saved
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import recast
 from recast.runtime import OPS, device, tolerances
-from recast.runtime.mlp import batch_norm
+from recast.runtime.mlp import batch_norm, mlp
 
 pytestmark = pytest.mark.skipif(device.why_missing() is not None, reason="no kernels here")
 SIZES = [(2, 1), (7, 3), (65, 17), (130, 64), (70, 133), (2048, 80)]
@@ -108,3 +112,20 @@ def test_what_it_does_not_take() -> None:
     for other in (x[:1], x.double(), x.t(), x[:, ::2], x[:, :0], x[0], *places):
         assert batch_norm.takes(other) is None
     assert batch_norm.takes(x, torch.randn(8)[::2]) is None
+
+
+def test_a_forward_without_gradients_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the running statistics, which torch's own layer holds but does not read."""
+    monkeypatch.setattr(mlp, "FUSED_FROM", math.inf)  # a small batch trains on torch's own
+    layers = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)
+    model, x = nn.Sequential(*layers), torch.rand(32, 8)
+    fast, plain = recast.optimize(model, example=x), copy.deepcopy(model)
+    for net in (plain, fast):
+        loss = net(x).square().mean()
+        with torch.no_grad():
+            net(x + 1)
+        loss.backward()
+    for ours, theirs in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for name, held in plain.state_dict().items():
+        torch.testing.assert_close(fast.state_dict()[name], held)
