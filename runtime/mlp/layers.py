@@ -160,7 +160,9 @@ class Layers(torch.autograd.Function):
         # As in torch, tensors that backward does not read may be written to before it.
         first = params[:1] if ctx.needs_input_grad[3] else ()
         last = () if thens[-1] == "n" else outs[-1:]
-        ctx.save_for_backward(input, *outs[:-1], *last, *first, *params[2::2])
+        # As of torch's own layers a view is kept: ``weight.data =`` leaves it as it was.
+        weights = [w if w is None else w.detach() for w in (*first, *params[2::2])]
+        ctx.save_for_backward(input, *outs[:-1], *last, *weights)
         return outs[-1]
 
     @staticmethod

@@ -188,7 +188,10 @@ class Mlp(torch.autograd.Function):
         for step, need in zip(chain.steps, ctx.needs, strict=True):
             if not need.keeps:
                 tensors[1 + step.slot] = None
-            tensors.append(chain.params[step.param] if need.weight else None)
+            weight = chain.params[step.param] if need.weight else None
+            if weight is not None and step.name == "linear":
+                weight = weight.detach()  # of torch's own a view is kept: ``.data =`` leaves it
+            tensors.append(weight)
         ctx.present = [t is not None for t in tensors]
         ctx.save_for_backward(*(t for t in tensors if t is not None))
         return no_view(out)

@@ -326,3 +326,34 @@ def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp_layers, "why_not", lambda: "torch's are faster")
     assert letters(x, [*steps, "linear"]) is None
     assert letters(x, [*steps, "linear"], recorded=False) is None
+
+
+@pytest.mark.parametrize("kernel", ["portable", "fused"])  # the latter goes layer by layer
+def test_weights_replaced_before_backward(kernel: str) -> None:
+    """As one who perturbs weights for a forward only: its gradient is of those it read."""
+    params, steps = chain((6, 9, 3), "relu")
+    x, found = torch.randn(40, 6), []
+    for way in (kernel, "torch"):
+        leaves = [p if p is None else p.detach().clone().requires_grad_() for p in params]
+        weight = leaves[2]
+        assert weight is not None
+        kept, weight.data = weight.data, weight.data * 0.5
+        with device.use(way):
+            out = MLP(x, leaves, [], steps, [], [])
+            weight.data = kept
+            given = [p for p in leaves if p is not None]
+            found.append(torch.autograd.grad(out.square().sum(), given))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["portable", "fused"])
+def test_weights_written_before_backward(kernel: str) -> None:
+    params, steps = chain((6, 9, 3), "relu")
+    leaves = [p if p is None else p.detach().clone().requires_grad_() for p in params]
+    with device.use(kernel):
+        out = MLP(torch.randn(40, 6), leaves, [], steps, [], [])
+        with torch.no_grad():
+            torch._foreach_mul_([p for p in leaves if p is not None], 0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
