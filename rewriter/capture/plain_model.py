@@ -73,7 +73,9 @@ def restore_forward(module: nn.Module) -> None:
     """
     forward = vars(module).get("forward")
     runner = getattr(getattr(forward, "__self__", None), "_runner", None)
-    if runner is not None and runner.built:
+    if runner is not None:
+        if not runner.built:  # of a copy, which finds the forward behind its own so
+            runner.build()
         del vars(module)["forward"]
         if runner.original is not None:
             vars(module)["forward"] = runner.original

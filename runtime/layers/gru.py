@@ -417,6 +417,8 @@ class Gru(torch.autograd.Function):
         )
         out, last, gates, kept = run.forward(trains=True)
         ctx.save_for_backward(batch_sizes, lengths, input, scores, start, *params, out, gates, kept)
+        # As of torch's own layers a view is kept: ``weight.data =`` leaves it as it was.
+        ctx.params = [None if p is None else p.detach() for p in params]
         return out, last
 
     @staticmethod
@@ -432,7 +434,7 @@ class Gru(torch.autograd.Function):
             found = _differentiable_backward(given, batch_sizes, how, grads, needs)
         else:
             run = _Run(
-                ctx.native, input, batch_sizes, scores, start, params, keeps, lengths, padding,
+                ctx.native, input, batch_sizes, scores, start, ctx.params, keeps, lengths, padding,
                 turned,
             )  # fmt: skip
             found = run.backward(out, gates, kept, grads[0], grads[1], needs)

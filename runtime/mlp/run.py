@@ -189,7 +189,7 @@ class Mlp(torch.autograd.Function):
             if not need.keeps:
                 tensors[1 + step.slot] = None
             weight = chain.params[step.param] if need.weight else None
-            if weight is not None and step.name == "linear":
+            if weight is not None and step.name in ("linear", "prelu"):
                 weight = weight.detach()  # of torch's own a view is kept: ``.data =`` leaves it
             tensors.append(weight)
         ctx.present = [t is not None for t in tensors]

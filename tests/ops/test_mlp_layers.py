@@ -328,14 +328,16 @@ def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert letters(x, [*steps, "linear"], recorded=False) is None
 
 
+@pytest.mark.parametrize("at", [0, 2, 4], ids=["first", "last", "prelu"])
 @pytest.mark.parametrize("kernel", ["portable", "fused"])  # the latter goes layer by layer
-def test_weights_replaced_before_backward(kernel: str) -> None:
+def test_weights_replaced_before_backward(kernel: str, at: int) -> None:
     """As one who perturbs weights for a forward only: its gradient is of those it read."""
-    params, steps = chain((6, 9, 3), "relu")
+    params, steps = chain((6, 9, 3), "prelu")
+    params.append(torch.full((1,), 0.25))
     x, found = torch.randn(40, 6), []
     for way in (kernel, "torch"):
         leaves = [p if p is None else p.detach().clone().requires_grad_() for p in params]
-        weight = leaves[2]
+        weight = leaves[at]
         assert weight is not None
         kept, weight.data = weight.data, weight.data * 0.5
         with device.use(way):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,21 @@ def test_layers(options: dict[str, bool | int]) -> None:
     fast = same(Layers(**options), BATCHES, steps=options == {"batch_first": True})
     assert fired(fast)["fuse-recurrence"] == 1
     assert len(calls(fast, "gru")) == options.get("num_layers", 1)
+
+
+@pytest.mark.parametrize("name", ["weight_ih_l0", "weight_hh_l0"])
+def test_weights_replaced_before_backward(name: str) -> None:
+    """As one who perturbs weights for a forward only: its gradient is of those it read."""
+    plain, found = Layers(batch_first=True).float(), []
+    x, lengths = BATCHES[0][0].float(), BATCHES[0][1]
+    for model in (plain, recast.optimize(copy.deepcopy(plain), example=(x, lengths))):
+        weight = model.gru.get_parameter(name)
+        kept, weight.data = weight.data, weight.data * 0.5
+        loss = model(x, lengths).square().sum()
+        weight.data = kept
+        found.append(torch.autograd.grad(loss, [*model.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -58,6 +58,25 @@ def test_the_model_itself_runs_the_graph(copied):
         torch.testing.assert_close(model(ids, 2.0), plain(ids, 2.0))
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_copy_is_optimised_as_the_plain_model_is(copied, inplace, called):
+    """Its graphs are of the model that it is a copy of; its statistics must not move."""
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()), torch.rand(8, 4)
+    recast.optimize(model, example=x, inplace=True)
+    model(x)
+    twin = copied(model)
+    if called:
+        twin(x)
+    before = {name: value.clone() for name, value in twin.state_dict().items()}
+    fast = recast.optimize(twin, example=x, inplace=inplace)
+    assert fast.report.captured == "whole"
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    torch.testing.assert_close(fast(x), nn.Sequential(*copy.deepcopy(twin))(x))
+
+
 def test_without_inplace_the_model_stays_plain():
     model, ids = Net(), torch.randint(9, (6,))
     fast = recast.optimize(model, example=ids)
