@@ -11,6 +11,6 @@ assumptions   assumptions (all that is asked at each call), external_state (what
               value_checks (how a value is compared), object_contents (by name), snapshots (what
               need not be compared again), entries (of dicts), known_calls (of which nothing need be
               asked again)
-falling back  fallback (which errors), undo (what a graph did before)
+falling back  fallback (which errors), undo (what a graph did before), plain_calls (what is said)
 copies        copies (of the model), linked_hooks (its hooks), graph_pickle (graphs as data)
 """

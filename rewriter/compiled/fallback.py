@@ -20,30 +20,31 @@ from recast.rewriter.capture.opaque_calls import Reshaped
 from recast.rewriter.ir import Graph, Node
 
 from .codegen import Program
+from .plain_calls import FORM, Why
 from .signature import Signature
 from .undo import Snapshot
 
-OTHER_ROWS = "there are no longer equally many rows"
+FEWER_ROWS = "expand that of fewer, or give such a batch too: example=[a, b]"
 
 
 def why_fall_back(
     error: Exception, program: Program, graph: Graph, root: nn.Module, leaves: Sequence[Any],
     signature: Signature, catches: bool, empty: AbstractSet[str],
     snapshot: Snapshot | None,
-) -> str | None:  # fmt: skip
+) -> Why | None:  # fmt: skip
     """Why the plain forward should run after ``error``; None if it should not, because there is no
     such reason, or because the graph had already written something or drawn random numbers.
     ``empty``: what was None in the model when the program was made. ``snapshot``: undoes what was
     done; None if that is not possible.
     """
     if isinstance(error, Reshaped) and snapshot is not None and snapshot.restore_all():
-        return error.what
+        return Why(error.what, FORM)
     why = _reason(error, graph, root, leaves, signature, catches, empty)
     node = failing(error, program)
     if node is None:
         return None
     if why is None and not isinstance(error, IdError) and not _reads_offsets(node):
-        why = other_rows(leaves, signature)
+        why = _other_rows(leaves, signature)
     if why is None:
         return None
     # the operation only checked its inputs, or was not called at all
@@ -54,22 +55,25 @@ def why_fall_back(
 def _reason(
     error: Exception, graph: Graph, root: nn.Module, leaves: Sequence[Any], signature: Signature,
     catches: bool, empty: AbstractSet[str],
-) -> str | None:  # fmt: skip
+) -> Why | None:  # fmt: skip
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
     for now, then in zip(tensors, signature.ranks, strict=False):
         if now.dim() != then:
-            return f"an input has {now.dim()} dimensions, and {then} in the example"
+            return Why(f"an input has {now.dim()} dimensions, and {then} in the example", FORM)
     if _functionalized(error):
-        return "torch.func.functionalize does not take our operations"
+        what = "torch.func.functionalize does not take our operations"
+        return Why(what, "functionalize the model that recast.optimize was given")
     gone = emptied(graph, root) - empty
     if gone:
-        return f"{min(gone)} is None"
+        return Why(f"{min(gone)} is None")
     if catches:
-        return f"forward catches errors, and there is one: {error}"
-    return None if isinstance(error, IdError) else signature.other_size(leaves)
+        what = f"forward catches errors, and there is one: {error}"
+        return Why(what, "calls without an error run the graph")
+    other = None if isinstance(error, IdError) else signature.other_size(leaves)
+    return None if other is None else Why(other, FORM)
 
 
-def other_rows(leaves: Sequence[Any], signature: Signature) -> str | None:
+def _other_rows(leaves: Sequence[Any], signature: Signature) -> Why | None:
     """Which inputs differ in their number of rows, as one user beside many items does: torch
     broadcasts the one, which not all of our operations do.
     """
@@ -81,7 +85,8 @@ def other_rows(leaves: Sequence[Any], signature: Signature) -> str | None:
     }
     label = next(iter(rows), "")
     other = next((one for one, count in rows.items() if count != rows[label]), None)
-    return None if other is None else f"{OTHER_ROWS} of {label} and {other}"
+    what = f"there are no longer equally many rows of {label} and {other}"
+    return None if other is None else Why(what, FEWER_ROWS)
 
 
 def _reads_offsets(node: Node) -> bool:

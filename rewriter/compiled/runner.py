@@ -28,12 +28,13 @@ from recast.rewriter.capture.trace import Traced
 from recast.rewriter.ir import Graph, Node, note
 from recast.rewriter.rule import resolve
 
-from . import fallback
+from . import fallback, plain_calls
 from .assumptions import Assumptions
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .graph_pickle import pack, unpack
 from .known_calls import KnownCalls
+from .plain_calls import FORM, Why
 from .signature import OTHER_FORM, Signature, class_forward
 from .trees import rebuild
 from .undo import Snapshot, Undo, undo_of
@@ -256,7 +257,7 @@ class Runner:
         if why is None:
             why = _MIXED if case is None else self._unfit(case, ordered, leaves, compiling)
         if why is not None or case is None or mode is None:
-            self.warn(why or _MIXED, of_call=of_call)
+            self.warn(Why(why or _MIXED, FORM if of_call else None))
             return self.plain(args, kwargs)
         if case.counts and not compiling and _saved_hooks(True) is not None:
             self.warn("torch calls it twice, as activation checkpointing does, and it counts")
@@ -267,7 +268,7 @@ class Runner:
             return self._without(args, kwargs)
         if case.asks is not None and not self._answers(case, leaves):
             why = "control flow that depends on values goes another way than in the example"
-            self.warn(why, of_call=True)
+            self.warn(Why(why, FORM))
             return self.plain(args, kwargs)
         other = None if self.spread or compiling else self._other_dtype(case, leaves)
         if other is not None:
@@ -275,7 +276,7 @@ class Runner:
                 result = self.plain(args, kwargs)
             except Exception as error:
                 raise self._said_by(case, leaves, held, ordered) or error from None
-            self.warn(other, of_call=True)
+            self.warn(Why(other, FORM))
             return result
         if examination is not None and known is not None:
             known.admit(examination, ordered)
@@ -294,20 +295,17 @@ class Runner:
         except Exception as error:
             if case.counts and not (self.spread or compiling):
                 return self._counted(error, snapshot, args, kwargs)
-            reason = self._why_plain(error, case, leaves, snapshot)
-            if reason is None:
+            why = self._why_plain(error, case, leaves, snapshot)
+            if why is None:
                 raise
             said = error
-        other_rows = reason.startswith(fallback.OTHER_ROWS)
         try:
             result = self.plain(args, kwargs)
         except Exception:
-            if other_rows:
+            if why.remedy == fallback.FEWER_ROWS:
                 raise said from None  # which says more
             raise
-        remedy = "expand that of fewer, or give such a batch too: example=[a, b]"
-        # not before: it may refuse these arguments, too
-        self.warn(reason, inside=1, remedy=remedy if other_rows else None)
+        self.warn(why, inside=1)  # not before: it may refuse these arguments, too
         return result
 
     def known_call(
@@ -341,7 +339,7 @@ class Runner:
 
     def _why_plain(
         self, error: Exception, case: _Case, leaves: list[Any], snapshot: Snapshot | None
-    ) -> str | None:
+    ) -> Why | None:
         """Why the plain forward is to run after the graph raised ``error``; None if it is not."""
         assert self.signature is not None
         if self.spread:
@@ -496,41 +494,17 @@ class Runner:
             return type(self.root).forward(self.root, *args, **kwargs)
         return class_forward(self.root)(*args, **kwargs)
 
-    def warn(
-        self, why: str, inside: int = 0, of_call: bool = False, remedy: str | None = None
-    ) -> None:
+    def warn(self, why: Why | str, inside: int = 0) -> None:
         """Warn once that the plain forward runs, at the line that called the module; ``inside``:
-        how many calls below :meth:`__call__`; ``of_call``: because of the arguments, not of the
-        model; ``remedy``: what else to do about it. Raises UsageError if it cannot.
+        how many calls below :meth:`__call__`. Raises UsageError if it cannot.
         """
+        why = Why(why) if isinstance(why, str) else why
         if self.spread:
-            raise UsageError(
-                f"{self.name} cannot run: {why}",
-                why="the plain forward would run instead, and it reads whole tables",
-                tries=(
-                    "arguments of the example's form in every call, with and without gradients;"
-                    " optimize(..., forms=[batch]) takes calls of another form",
-                    "example=[a, b], two batches that differ as batches do",
-                    f"if the model has changed, recast.optimize after that"
-                    f"{_if_varying(why, self.root)}",
-                ),
-            )
-        change = why.partition(" and is now ")[0]  # once, even if it changes at each step
-        if change not in self.warned:
-            self.warned.add(change)
-            if of_call:
-                remedy = "give recast.optimize a batch of this form, too: forms=[batch]"
-            elif remedy is None:
-                after = "call recast.optimize again after such a change"
-                remedy = f"{after}{_if_varying(why, self.root)}"
-            what = "The numbers are the same, the speed is not"
-            if self.lazy:
-                what = "Its tables get dense gradients, by which lazy steps move every row"
-            warnings.warn(
-                f"{self.name} runs its plain forward: {why}. {what}; {remedy}",
-                RecastWarning,
-                stacklevel=6 + inside,
-            )
+            raise plain_calls.refusal(self.name, why, self.root)
+        if why.cause not in self.warned:
+            self.warned.add(why.cause)
+            text = plain_calls.warning(self.name, why, self.root, self.lazy)
+            warnings.warn(text, RecastWarning, stacklevel=6 + inside)
 
     # ------------------------------------------------------------ keeping
 
@@ -559,17 +533,6 @@ class Runner:
         self.spread, self.kinds = state["spread"], state["kinds"]
         self.outline, self.outdated, self.known = state["outline"], None, None
         self.built = False  # at the first call: what is being loaded is not whole yet
-
-
-def _if_varying(why: str, root: nn.Module) -> str:
-    """What to do about a number that is changed again and again, as a temperature is."""
-    path, _, now = why.partition(" was ")
-    if not now.rpartition(" and is now ")[2].lstrip("-")[:1].isdigit():
-        return ""
-    owner, _, name = path.rpartition(".")
-    if name in vars(modules_by_path(root).get(owner, root)):
-        return f", or give it varying=[{path!r}] first: the number is then read at each call"
-    return ", or keep the number in a buffer, which is read at each call"
 
 
 def _sizes(values: Iterable[Any]) -> Hashable | None:
