@@ -40,7 +40,7 @@ from .plain_model import (
     uncompile,
     uncompiled,
 )
-from .proof import disagreement
+from .proof import disagreement, elsewhere
 from .refused import Refused
 from .restored_state import restored_globals, restored_objects, restored_tensors
 from .squeezes import relying
@@ -255,6 +255,7 @@ def capture_part(
                 varying=terms.varying_in(prefix),
             )  # fmt: skip
             why = disagreement(root, captured.traced, whole, first, second)
+            why = why or elsewhere(root, captured.traced, whole, first, terms.varying_in(prefix))
             if why:
                 raise Refused("capture", where=place_of(root), why=why)
             break

@@ -66,6 +66,13 @@ def set_between(root: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, A
     return found
 
 
+def others(value: float) -> tuple[float, ...]:
+    """Numbers that one that varies may be later, on both sides of its value."""
+    if type(value) is int:
+        return value + 1, value - 1
+    return (0.71 * value + 0.13, 1.7 * value + 0.37) if math.isfinite(value) else (0.5, 1.5)
+
+
 def put(module: nn.Module, numbers: dict[str, Any]) -> None:
     """Set the numbers at these paths."""
     for path, value in numbers.items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from recast.rewriter.written_views import lost_write
 
 from .argument_writes import Place
 from .constants import constants
-from .kept_numbers import after_calls, put
+from .kept_numbers import after_calls, others, put, set_between
 from .opaque_calls import OpaqueCall
 from .plain_model import live_copy
 from .restored_state import restored_globals, restored_objects, restored_tensors
@@ -61,6 +62,54 @@ def disagreement(
         if why:
             return f"{why}, in {'train' if training else 'eval'} mode"
     return None
+
+
+def elsewhere(
+    root: nn.Module, traced: dict[str, Traced], signature: Signature, batch: tuple[Any, ...],
+    varying: Collection[str],
+) -> str | None:  # fmt: skip
+    """Why a graph differs from the model once one of the numbers ``varying`` is another; else None.
+
+    A trace sees a number as a tensor: code that was not copied may have asked it for its kind.
+    """
+    for path, (value, _) in set_between(root, varying).items():
+        for other in others(value):
+            for training in (False, True):
+                case = traced.get("both") or traced["train" if training else "eval"]
+                why = _with(root, case, signature, batch, training, {path: other})
+                if why:
+                    return f"{why} once {path} is {other!r}: forward asks more of it than is seen"
+    return None
+
+
+def _with(
+    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool,
+    changed: dict[str, Any],
+) -> str | None:  # fmt: skip
+    """Why the graph differs from the model that holds the numbers ``changed``, or None."""
+    try:
+        both = _both(root, case, case.graph, signature, batch, training, changed)
+    except Exception:  # the model takes no such number
+        return None
+    if not _is_asked_for(root, case, signature, batch, training, both.numbers):
+        return None
+    if both.error is not None:
+        return f"the graph raises {type(both.error).__name__}"
+    return _why(root, signature, batch, training, both)
+
+
+def _is_asked_for(
+    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool,
+    numbers: dict[str, Any],
+) -> bool:  # fmt: skip
+    """Whether a call with these numbers runs the graph, rather than the plain forward."""
+    if case.asks is None:
+        return True
+    _, found = _run_graph(root, case.asks, signature, batch, training, numbers)
+    if isinstance(found, Exception):
+        return False
+    answers = zip(case.guards, found, strict=True)
+    return all(bool(guard.convert(value) == guard.expected) for guard, value in answers)
 
 
 def prove(
@@ -141,10 +190,13 @@ class _Both:
 
 def _both(
     root: nn.Module, case: Traced, graph: Graph, signature: Signature, batch: tuple[Any, ...],
-    training: bool,
+    training: bool, changed: Mapping[str, Any] = MappingProxyType({}),
 ) -> _Both:  # fmt: skip
-    """Run ``graph`` and the plain forward of ``root``, on copies, with the same random numbers."""
+    """Run ``graph`` and the plain forward of ``root``, on copies, with the same random numbers.
+    ``changed``: numbers of both, by path.
+    """
     plain, numbers = live_copy(root, training), _numbers(root, case, signature, batch, training)
+    numbers |= changed
     put(plain, numbers)
     with restored_tensors(root):
         given = _clone(batch)

@@ -36,7 +36,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.e, self.mlp = nn.EmbeddingBag(50, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        self.weight, self.k, self.steps = 0.0, 3, 0
+        self.weight, self.k, self.steps, self.size = 0.0, 3, 0, 1.0
         self.gate, self.drop = Gate(), nn.Dropout(0.1)
         self.form = form
 
@@ -123,6 +123,35 @@ def test_another_type_is_told() -> None:
     fast.weight = True
     with pytest.warns(RecastWarning, match="the type of weight was changed"):
         torch.testing.assert_close(fast(IDS), plain.mlp(plain.e(IDS)))
+
+
+def of_a_kind(m: Net, h: Tensor) -> Tensor:
+    match m.size:
+        case float():
+            return h * m.size
+        case _:
+            return h
+
+
+ASKED: dict[str, Form] = {
+    "isinstance": lambda m, h: h * m.size if isinstance(m.size, float) else h,
+    "no tensor": lambda m, h: h if isinstance(m.size, Tensor) else h * m.size,
+    "its class": lambda m, h: h * m.size if m.size.__class__ is float else h,
+    "the real part": lambda m, h: h * m.size.real,
+    "match": of_a_kind,
+}
+
+
+@pytest.mark.parametrize("form", ASKED)
+def test_what_no_trace_sees_is_proved_with_other_numbers(form: str) -> None:
+    """The first one tells nothing: a factor of 1."""
+    plain = Net(ASKED[form])
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS, varying=["size"])
+    assert fast.report.captured == "partial"
+    assert "forward asks more of it than is seen" in str(fast.report)
+    for scale in (0.5, 1.0, -2.0):
+        plain.size = fast.size = scale
+        torch.testing.assert_close(fast(IDS), plain(IDS))
 
 
 def test_in_a_model_that_is_captured_in_part() -> None:
