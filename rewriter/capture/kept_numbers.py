@@ -54,22 +54,29 @@ def after_calls(
     return {path: tuple(values) for path, values in found.items()}
 
 
-def set_between(root: nn.Module, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+def set_between(
+    root: nn.Module, paths: Iterable[str], small: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """The numbers at ``paths``, which are set between calls, for a trace. One that could be a size
-    is another in each of its calls, so that nothing takes it for a constant.
+    is another in each of its calls, so that nothing takes it for a constant. ``small``: the other
+    is, so that a slice up to it is shorter, even if the first reaches beyond the end.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for path in paths:
         owner, _, name = path.rpartition(".")
         value = slot(root.get_submodule(owner), name)
-        found[path] = value, value + 1 if type(value) is int else value
+        above = _SMALL if small and type(value) is int and value > _SMALL else value + 1
+        found[path] = value, above if type(value) is int else value
     return found
+
+
+_SMALL = 2
 
 
 def others(value: float) -> tuple[float, ...]:
     """Numbers that one that varies may be later, on both sides of its value."""
     if type(value) is int:
-        return value + 1, value - 1
+        return value + 1, min(value - 1, _SMALL)
     return (0.71 * value + 0.13, 1.7 * value + 0.37) if math.isfinite(value) else (0.5, 1.5)
 
 

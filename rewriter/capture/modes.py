@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -32,11 +33,25 @@ def trace_modes(
     over where a question is answered otherwise. ``varying``: numbers that are set between calls.
     Raises Refused.
     """
+    given: Any = dict(sizes=sizes, opaque=opaque, prefix=prefix, falls_back=falls_back)
+    near, small = (set_between(root, varying, small) for small in (False, True))
+    if small != near:
+        with suppress(Refused):  # as where forward compares it with a length
+            return _modes(root, signature, first, second, pairs, between=small, **given)
+    return _modes(root, signature, first, second, pairs, between=near, **given)
+
+
+def _modes(
+    root: nn.Module, signature: Signature, first: tuple[Any, ...], second: tuple[Any, ...],
+    pairs: list[tuple[Any, Any]], *, sizes: tuple[int, int], opaque: frozenset[str], prefix: str,
+    falls_back: bool, between: dict[str, tuple[Any, Any]],
+) -> dict[str, Traced]:  # fmt: skip
+    """:func:`trace_modes` with the numbers ``between`` calls."""
     numbers: set[str] = set()  # that forward keeps, in any mode
 
     def once(training: bool, plain: bool, kept: set[str], outside: Iterable[CodeType]) -> Traced:
         kept_ones = after_calls(root, signature, (first, second), training, numbers) or {}
-        found = {**set_between(root, varying), **kept_ones}
+        found = {**between, **kept_ones}
         traced = trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
             prefix=prefix, plain_flags=plain,

@@ -66,29 +66,34 @@ def disagreement(
 
 def elsewhere(
     root: nn.Module, traced: dict[str, Traced], signature: Signature, batch: tuple[Any, ...],
-    varying: Collection[str],
+    varying: Collection[str], graphs: Mapping[str, Graph] | None = None,
 ) -> str | None:  # fmt: skip
     """Why a graph differs from the model once one of the numbers ``varying`` is another; else None.
+    ``graphs``: the rewritten ones.
 
-    A trace sees a number as a tensor: code that was not copied may have asked it for its kind.
+    A trace sees a number as a tensor, and code that was not copied may have asked it for its kind;
+    and a length may have been that of the batch, which was shorter than the number.
     """
+    runs = [(case.graph, case, mode) for mode, case in traced.items()]
+    if graphs is not None:
+        runs = [(graph, traced[mode], mode) for mode, graph in graphs.items() if mode != "train"]
     for path, (value, _) in set_between(root, varying).items():
         for other in others(value):
-            for training in (False, True):
-                case = traced.get("both") or traced["train" if training else "eval"]
-                why = _with(root, case, signature, batch, training, {path: other})
+            for graph, case, mode in runs:
+                changed = {path: other}
+                why = _with(root, case, graph, signature, batch, mode == "train", changed)
                 if why:
                     return f"{why} once {path} is {other!r}: forward asks more of it than is seen"
     return None
 
 
 def _with(
-    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool,
-    changed: dict[str, Any],
+    root: nn.Module, case: Traced, graph: Graph, signature: Signature, batch: tuple[Any, ...],
+    training: bool, changed: dict[str, Any],
 ) -> str | None:  # fmt: skip
     """Why the graph differs from the model that holds the numbers ``changed``, or None."""
     try:
-        both = _both(root, case, case.graph, signature, batch, training, changed)
+        both = _both(root, case, graph, signature, batch, training, changed)
     except Exception:  # the model takes no such number
         return None
     if not _is_asked_for(root, case, signature, batch, training, both.numbers):

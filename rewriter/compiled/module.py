@@ -19,7 +19,7 @@ from recast.rewriter import memory
 from recast.rewriter.capture import distributions
 from recast.rewriter.capture.constants import Constants, constants
 from recast.rewriter.capture.opaque_calls import why_not_recorded
-from recast.rewriter.capture.proof import prove
+from recast.rewriter.capture.proof import elsewhere, prove
 from recast.rewriter.capture.result_class import INHERITED, result_class
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
@@ -323,6 +323,10 @@ class Compiled(nn.Module):
             why, changed = prove(
                 captured.root, captured.traced, self._runner.graphs, captured.signature,
                 *captured.batches,
+            )  # fmt: skip
+            why = why or elsewhere(
+                captured.root, captured.traced, captured.signature, captured.batches[0],
+                captured.terms.varying_in(captured.prefix), self._runner.graphs,
             )  # fmt: skip
         except (MemoryError, torch.OutOfMemoryError):
             raise

@@ -154,6 +154,50 @@ def test_what_no_trace_sees_is_proved_with_other_numbers(form: str) -> None:
         torch.testing.assert_close(fast(IDS), plain(IDS))
 
 
+def pooled(e: Tensor, query: Tensor) -> Tensor:
+    return ((e @ query).softmax(1).unsqueeze(-1) * e).sum(1)
+
+
+LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pooled": pooled,
+    "mean": lambda e, query: e.sum(1) / e.size(1),
+    "loop": lambda e, query: sum((e[:, j] * j for j in range(e.size(1))), e[:, 0]),
+}
+
+
+class Truncated(nn.Module):
+    def __init__(self, of: Callable[[Tensor, Tensor], Tensor], k: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.query = nn.Embedding(50, 8), nn.Parameter(torch.randn(8))
+        self.of, self.k = of, k
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.e(x[:, : self.k]), self.query)
+
+
+@pytest.mark.parametrize("form", LENGTHS)
+@pytest.mark.parametrize("start", [2, 3, 8])
+def test_a_length_that_the_example_does_not_reach(start: int, form: str) -> None:
+    plain = Truncated(LENGTHS[form], start)
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS, varying=["k"])
+    assert fast.report.captured == ("partial" if form == "loop" else "whole")
+    for k in (start, 2, 1, 5):
+        plain.k = fast.k = k
+        torch.testing.assert_close(fast(IDS), plain(IDS), rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_that_a_length_is_compared_with() -> None:
+    plain = Net(lambda m, h: h[:, : m.k] if h.size(1) > m.k else h)
+    plain.k = 20
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS, varying=["k"])
+    assert fast.report.captured == "whole"
+    torch.testing.assert_close(fast(IDS), plain(IDS), rtol=1e-4, atol=1e-5)
+    plain.k = fast.k = 3
+    with pytest.warns(RecastWarning, match="control flow that depends on"):
+        torch.testing.assert_close(fast(IDS), plain(IDS))
+
+
 def test_in_a_model_that_is_captured_in_part() -> None:
     fast = recast.optimize(Outer(), example=IDS, varying=["inner.gate.heat"])
     assert fast.report.captured == "partial"
