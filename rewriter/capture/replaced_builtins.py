@@ -15,12 +15,15 @@ import builtins
 import copy
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from recast.rewriter.compiled.homes import copied, home_of, named
+from recast.rewriter.compiled.object_contents import Absent
 
 from . import kept_numbers, numpy_calls
 from .frames import LIBRARIES
@@ -42,6 +45,7 @@ class ReplacedBuiltins:
         self.tracer = tracer
         self.outside = outside
         self.scopes: dict[int, dict[str, Any]] = {}
+        self.filled: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each with what it held
         self.copies: dict[int, tuple[FunctionType, FunctionType]] = {}
 
         def length(value: Any) -> Any:
@@ -128,7 +132,7 @@ class ReplacedBuiltins:
         """A copy of the global names of a module of the same package."""
         if id(names) in self.scopes:
             return self.scopes[id(names)]
-        scope = self.scopes[id(names)] = dict(names)
+        scope = self.scopes[id(names)] = copied(names)
         scope["__builtins__"] = self.builtins
         for name, value in names.items():
             if type(value) is FunctionType and _package(value.__module__) == package:
@@ -141,7 +145,15 @@ class ReplacedBuiltins:
                 scope[name] = numpy_calls.StandIn(torch, {"is_tensor": _is_tensor})
             if self.numpy:
                 scope[name] = numpy_calls.stand_in(value) or scope[name]
+        self.filled.append((scope, dict(scope)))
         return scope
+
+    def rebound(self) -> Iterator[tuple[str, str]]:
+        """The globals that forward set, in a copy: the name of each, and its module."""
+        for scope, before in self.filled:
+            for name in scope.keys() | before.keys():
+                if scope.get(name, Absent) is not before.get(name, Absent):
+                    yield name, named(home_of(scope))
 
 
 class _Super:

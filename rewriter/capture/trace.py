@@ -178,9 +178,14 @@ def _check_shared(tracer: Tracer, shared: list[tuple[Check, str]]) -> None:
     """Refuse a forward that changed a global or an attribute of a class."""
     for (question, of, held, label), home in shared:
         if not held.same(question(*of)):
-            name = label.removeprefix(f"{home}.")
-            where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
-            raise refusal(f"forward changes {name}{_of(home)}", where, "")
+            raise _changes(tracer, label.removeprefix(f"{home}."), home)
+    for name, home in () if tracer.copies is None else tracer.copies.rebound():
+        raise _changes(tracer, name, home)
+
+
+def _changes(tracer: Tracer, name: str, home: str) -> Refused:
+    where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
+    return refusal(f"forward changes {name}{_of(home)}", where, "")
 
 
 def _takes_numbers(tracer: Tracer) -> bool:

@@ -115,6 +115,7 @@ class Tracer:
         named = frozenset(n for n in sizes_kept if " " not in n) - {"shape"}
         self.int_lines = {n.removeprefix("int ") for n in sizes_kept - named}  # see asked_again()
         own = ReplacedBuiltins(self, named, outside) if named or outside or numbers else None
+        self.copies = own
         scratch.prepare(self, opaque, plain_flags, own)
 
     def quiet(self) -> AbstractContextManager[None]:

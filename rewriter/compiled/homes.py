@@ -2,7 +2,7 @@
 
 A script that another program runs has globals of its own under the name ``__main__``, which that
 program has already: ``python -m cProfile train.py``, ``runpy.run_path``, ``exec``. Its home has
-a number behind the name.
+a number behind the name. The copy of a module's globals that a trace makes has the module's home.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import sys
 from typing import Any
 
 _SCRIPTS: dict[str, dict[str, Any]] = {}
+_HOME = "__home_of_the_original__"  # in a copy
 
 
 def home_of(scope: dict[str, Any]) -> str:
     """The name by which :func:`scope_of` finds these globals."""
+    if _HOME in scope:
+        return str(scope[_HOME])
     name = str(scope.get("__name__"))
     module = sys.modules.get(name)
     own = "__file__" in scope if module is None else vars(module) is not scope
@@ -26,6 +29,11 @@ def home_of(scope: dict[str, Any]) -> str:
     home = f"{name}#{len(_SCRIPTS)}"
     _SCRIPTS[home] = scope
     return home
+
+
+def copied(scope: dict[str, Any]) -> dict[str, Any]:
+    """A copy of these globals; what code reads in it is still looked for in the original."""
+    return {**scope, _HOME: home_of(scope)}
 
 
 def scope_of(home: str) -> dict[str, Any] | None:
