@@ -375,8 +375,9 @@ class Compiled(nn.Module):
             vars(self)["forward"] = value
         elif name in _OWN:  # even if a module of the user has this name
             vars(self)[name] = value
-        elif name in _SLOTS or name in ("training", "__class__"):
-            super().__setattr__(name, value)  # a new class is set by fully_shard, for one
+        elif name in _SLOTS or name in ("training", "__class__", "__dict__"):
+            # fully_shard sets a new class, and torch.export, where modules are shared, a dict
+            super().__setattr__(name, value)
         elif name in INHERITED:  # the root keeps it for copies
             vars(self)[name] = vars(self._root)[name] = value
         else:

@@ -101,6 +101,28 @@ def test_what_leaves_python_is_the_plain_model() -> None:
     torch.testing.assert_close(fast(*batch(5)), wanted)
 
 
+class Shares(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.one = nn.EmbeddingBag(9, 4), nn.Linear(4, 4)
+        self.two = self.one
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.two(self.one(self.emb(ids)).relu())
+
+
+def test_a_model_with_a_module_of_two_names_is_exported() -> None:
+    ids = torch.arange(12).view(4, 3) % 9
+    model = Shares().eval()
+    fast = recast.optimize(model, example=ids)
+    exported = torch.export.export(fast, (ids,))
+    assert "recast." not in str(exported.graph)
+    torch.testing.assert_close(exported.module()(ids), model(ids))
+    torch.testing.assert_close(fast(ids), model(ids))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("function", [torch.jit.script, torch.fx.symbolic_trace])
 def test_what_reads_the_source_of_forward_is_told_of_the_plain_model(function: Any) -> None:
