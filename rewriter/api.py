@@ -183,7 +183,7 @@ def optimize(
     arguments.check_stored(precision_table.stored(model))
     arguments.check_switches(inplace=inplace, strict=strict)
     arguments.check_forms(forms, example)
-    arguments.check_varying(varying, uncompiled(model), example)
+    varying = arguments.check_varying(varying, uncompiled(model), example)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
         options = Options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -98,8 +99,10 @@ def check_forms(forms: object, example: object) -> None:
         )
 
 
-def check_varying(varying: object, model: nn.Module, example: object) -> None:
-    """Raise UsageError unless ``varying`` names numbers of modules of the user's own."""
+def check_varying(varying: object, model: nn.Module, example: object) -> tuple[str, ...]:
+    """The paths ``varying``, each by the first name of its module. Raises UsageError unless they
+    are those of numbers of modules of the user's own.
+    """
     if isinstance(varying, str) or not isinstance(varying, Collection):
         raise UsageError(
             f"optimize: varying is a {type(varying).__name__}, not a list",
@@ -114,22 +117,34 @@ def check_varying(varying: object, model: nn.Module, example: object) -> None:
         )
     modules = modules_by_path(model)
     numbers = [p for at, m in modules.items() if not torch_layer(type(m)) for p in _numbers(at, m)]
-    for path in varying:
+    paths = [_by_first_name(model, str(path)) for path in varying]
+    for path in paths:
         if path in numbers:
             continue
-        owner, _, name = str(path).rpartition(".")
+        owner, _, name = path.rpartition(".")
         held = vars(modules[owner]).get(name) if owner in modules else None
         why = f"{type(model).__name__} has no attribute of that path"
         if type(held) in NUMBERS:
             why = f"{type(modules[owner]).__name__} is a layer of torch, which reads it itself"
         elif held is not None:
             why = f"it is a {type(held).__name__}"
-        near = get_close_matches(str(path), numbers, n=2, cutoff=0.4) or numbers[:2]
+        near = get_close_matches(path, numbers, n=2, cutoff=0.4) or numbers[:2]
         raise UsageError(
             f"optimize: varying: {path!r} is no number that a module of the model holds",
             why=why,
             tries=tuple(f"varying=[{other!r}]" for other in near),
         )
+    return tuple(paths)
+
+
+def _by_first_name(model: nn.Module, path: str) -> str:
+    """``path``; where its module has several names, by the first."""
+    owner, _, name = path.rpartition(".")
+    with suppress(AttributeError):
+        held = model.get_submodule(owner)
+        first = next(at for at, module in modules_by_path(model).items() if module is held)
+        return f"{first}.{name}" if first else name
+    return path
 
 
 def _numbers(path: str, module: nn.Module) -> list[str]:

@@ -249,6 +249,21 @@ def test_of_all_forms_of_call() -> None:
     assert recast.diff(plain, fast, batch).ok
 
 
+def test_a_module_of_two_names() -> None:
+    class Twice(Heated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = self.gate
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(super().forward(x))
+
+    plain = Twice()
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS, varying=["other.heat"])
+    plain.other.heat = fast.other.heat = 0.3
+    torch.testing.assert_close(fast(IDS), plain(IDS))
+
+
 def test_said() -> None:
     fast = recast.optimize(Heated(), example=IDS, varying=("gate.heat", "weight"))
     assert "varying numbers, read at each call: gate.heat" in fast.report.notes
