@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from recast.rewriter.compiled.code_names import COPY_OF
 from recast.rewriter.compiled.homes import copied, home_of, named
 from recast.rewriter.compiled.object_contents import Absent
 
@@ -126,6 +127,7 @@ class ReplacedBuiltins:
             for cell, made in zip(cells, own, strict=True):
                 if made is not cell:
                     made.cell_contents = self.function(cell.cell_contents, package)
+                    setattr(made.cell_contents, COPY_OF, cell.cell_contents)
         return self.copies[id(old)][1]
 
     def _scope(self, names: dict[str, Any], package: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from .homes import home_of
 from .instructions import Step, steps
 
+COPY_OF = "__recast_copy_of__"  # what a function of a trace is a copy of
 _WHOLE = frozenset({"asdict", "astuple", "attrgetter"})  # ask for any field of an object
 _ASKING = _WHOLE | {"vars", "__dict__", "getattr"}
 
@@ -125,10 +126,17 @@ def imports_in(code: CodeType) -> tuple[tuple[int, str], ...]:
 
 
 def closed_over(frame: FrameType) -> dict[tuple[CodeType, str, int], Any]:
-    """The variables that the running code reads from its closure."""
+    """The variables that the running code reads from its closure; of a function that a trace has
+    copied, the original, which is what the closure of the user's code holds.
+    """
     code, held = frame.f_code, frame.f_locals
-    read = (name for name in code.co_freevars if name != "__class__" and name in held)
-    return {(code, name, id(held[name])): held[name] for name in read}
+    names = (name for name in code.co_freevars if name != "__class__" and name in held)
+    read = {name: _original(held[name]) for name in names}
+    return {(code, name, id(value)): value for name, value in read.items()}
+
+
+def _original(value: Any) -> Any:
+    return getattr(value, COPY_OF, value) if type(value) is FunctionType else value
 
 
 @lru_cache(maxsize=4096)

@@ -76,3 +76,19 @@ def test_what_they_set() -> None:
     assert fast.report.captured == "partial"
     fast(IDS)
     torch.testing.assert_close(LAST, fast.rows(IDS))
+
+
+def test_a_function_in_a_closure() -> None:
+    act: Any = scaled
+
+    class Closed(Base):
+        def forward(self, ids: Tensor) -> Tensor:
+            return act(self.rows(ids)) + torch.arange(len(ids))[:, None, None]
+
+    plain = Closed()
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS)
+    assert fast.report.captured == "whole"
+    torch.testing.assert_close(fast(IDS), plain(IDS))  # without a warning
+    act = torch.neg
+    with pytest.warns(RecastWarning, match="act was changed"):
+        torch.testing.assert_close(fast(IDS), plain(IDS))
