@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 NUMBERS = (int, float)  # not bool: what is told apart by one is the first call
+_SMALL = 2  # less than most lengths
 
 
 def after_calls(
@@ -57,20 +58,18 @@ def after_calls(
 def set_between(
     root: nn.Module, paths: Iterable[str], small: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """The numbers at ``paths``, which are set between calls, for a trace. One that could be a size
-    is another in each of its calls, so that nothing takes it for a constant. ``small``: the other
-    is, so that a slice up to it is shorter, even if the first reaches beyond the end.
+    """The numbers at ``paths``, which are set between calls, as the two calls of a trace have them.
+    One that could be a size differs between these, so that nothing takes it for a constant: by one,
+    or, if ``small``, so that a slice up to the second is shorter, even where the first reaches
+    beyond the end.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for path in paths:
         owner, _, name = path.rpartition(".")
         value = slot(root.get_submodule(owner), name)
-        above = _SMALL if small and type(value) is int and value > _SMALL else value + 1
-        found[path] = value, above if type(value) is int else value
+        other = _SMALL if small and value > _SMALL else value + 1
+        found[path] = value, other if type(value) is int else value
     return found
-
-
-_SMALL = 2
 
 
 def others(value: float) -> tuple[float, ...]:
