@@ -94,8 +94,7 @@ def _finds(user: Node, places: Node) -> bool:
     name, args = name_of(user), user.args
     if name in ("getitem", "setitem", "index_put", "index_put_"):
         dim = next((d for d, key in enumerate(keys_of(args[1])) if key is places), None)
-        spec = spec_of(args[0])
-        return None not in (dim, spec) and dim in rows_of(spec)  # type: ignore[arg-type]
+        return dim in batch_dims(args[0]) and places not in args[2:]
     return name in _COUNTING | _REPEATS and args[0] is places and only_finds(user)
 
 

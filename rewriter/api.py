@@ -211,15 +211,9 @@ def optimize(
     chosen = _passes_for(named, ranks, precision)
 
     lent, captured, compiled = _rewritten(
-        model,
-        example,
-        forms,
-        varying,
-        chosen,
-        ranks,
-        inplace=inplace,
-        strict=strict or passes is not None,
-    )
+        model, example, forms, varying, chosen, ranks,
+        inplace=inplace, strict=strict or passes is not None,
+    )  # fmt: skip
     if optimizer is not None:
         memory.trains(captured.root, optimizer)
     if lent and ranks == 1:
@@ -270,14 +264,9 @@ def _rewritten(
             # A result with tables of its own must not hand them to the user's model.
             linked = ranks == 1 and not stores
             captured = capture(
-                model,
-                example,
-                forms=forms,
-                inplace=inplace,
-                linked=linked,
-                falls_back=ranks == 1,
-                varying=varying,
-            )
+                model, example, forms=forms, inplace=inplace, linked=linked,
+                falls_back=ranks == 1, varying=varying,
+            )  # fmt: skip
             agreed = api_stored.agreed(captured, passes)
             return lent, captured, link_what_holds(captured, agreed, strict, ranks)
         except BaseException:

@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays. As garbage it need not be looked through each time,
-    which takes half a second, thousands of times.
+    """What is imported and collected stays: looking through it for garbage takes a second each time
+    that all is collected.
     """
     gc.collect()
     gc.freeze()

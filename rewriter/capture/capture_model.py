@@ -48,6 +48,15 @@ from .symbolic import trace_without_example
 from .trace import Traced
 from .unread_entries import unread
 
+ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
+_CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
+_ONE_ROW = "Expected more than 1 value per channel when training"  # torch's batch norm
+_MORE_ROWS = ("an example of several rows: both modes are captured", "example=[batch, other_batch]")
+_NO_EXAMPLE = (
+    "no example batch was given: no rewrite was proved by running it, and what needs the types or"
+    " sizes of values was not tried; give one: example=batch"
+)
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -62,16 +71,6 @@ class Terms:
         """The numbers of the module at ``prefix``, by their paths in it."""
         start = f"{prefix}." if prefix else ""
         return frozenset(p.removeprefix(start) for p in self.varying if p.startswith(start))
-
-
-ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
-_CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
-_ONE_ROW = "Expected more than 1 value per channel when training"  # torch's batch norm
-_MORE_ROWS = ("an example of several rows: both modes are captured", "example=[batch, other_batch]")
-_NO_EXAMPLE = (
-    "no example batch was given: no rewrite was proved by running it, and what needs the types or"
-    " sizes of values was not tried; give one: example=batch"
-)
 
 
 @dataclass
@@ -251,8 +250,7 @@ def capture_part(
             whole, pairs = complete(signature, first, second)
             captured.traced = trace_modes(
                 root, whole, first, second, pairs, sizes=sizes, opaque=frozenset(opaque),
-                prefix=prefix, falls_back=terms.falls_back,
-                varying=terms.varying_in(prefix),
+                prefix=prefix, falls_back=terms.falls_back, varying=terms.varying_in(prefix),
             )  # fmt: skip
             why = disagreement(root, captured.traced, whole, first, second)
             why = why or elsewhere(root, captured.traced, whole, first, terms.varying_in(prefix))

@@ -195,6 +195,15 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(),
         {"mean", PLACES},
     ),
+    "places as entries": (
+        lambda u, v, ids: (
+            (u * v).sum(1)
+            * (lambda p: torch.zeros(u.size(0), dtype=p.dtype).index_put((p,), p))(
+                torch.arange(u.size(0))
+            )
+        ),
+        {PLACES},
+    ),
     "rows of a constant": (
         lambda u, v, ids: (u * v).sum(1) * torch.linspace(0, 1, 64)[torch.arange(u.size(0))],
         {PLACES},
