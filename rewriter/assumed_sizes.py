@@ -267,7 +267,7 @@ def _makes(
     own.loops = context.loops
     with constants(context.root).tried():
         try:
-            pipeline.run(twin, passes, own)
+            pipeline.run_again(twin, passes, own)
         except VerifyError:
             return False
         return _alike(rewritten, twin)

@@ -89,13 +89,7 @@ def run(
     before = verify.facts(graph, context.root)
     for p in passes:
         started = time.perf_counter()
-        try:
-            fired = p.run(graph, context)
-        except Exception as error:
-            if context.strict:
-                raise
-            what = f"pass {p.name} failed: {type(error).__name__}: {error}"
-            raise verify.broken(p.name, what, "this is a defect of the pass") from error
+        fired = _run(p, graph, context)
         if not fired and verify.still(before, graph):  # the usual case
             facts = before
         else:
@@ -111,6 +105,26 @@ def run(
         seconds = time.perf_counter() - started
         context.journal.steps.append(Step(p.name, fired, seconds, changed, text))
         before = facts
+
+
+def run_again(graph: Graph, passes: Sequence[Pass], context: Context) -> None:
+    """Run ``passes`` over ``graph``, whose result is only to be compared with a verified one.
+
+    Raises VerifyError when a pass fails.
+    """
+    for p in passes:
+        if _run(p, graph, context):
+            retype(graph, context)
+
+
+def _run(p: Pass, graph: Graph, context: Context) -> int:
+    try:
+        return p.run(graph, context)
+    except Exception as error:
+        if context.strict:
+            raise
+        what = f"pass {p.name} failed: {type(error).__name__}: {error}"
+        raise verify.broken(p.name, what, "this is a defect of the pass") from error
 
 
 def retype(graph: Graph, context: Context) -> None:

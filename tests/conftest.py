@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is imported and collected stays: looking through it for garbage takes a second each time
-    that all is collected.
+    that all is collected, and asking who refers to something.
     """
     gc.collect()
     gc.freeze()

@@ -115,7 +115,8 @@ def closures(
         cells |= _cells(_living(elsewhere))
     made = {code for code, _, _ in found if any(lies_within(code, c) for c in seen.codes)}
     hidden = [one for one in found if one not in cells and one[0] not in made]
-    if hidden and gc.get_freeze_count():
+    frozen = bool(hidden) and gc.get_freeze_count() > 0  # which counts them one by one
+    if frozen:
         cells = {**_cells(_reached(modules)), **cells}
     taken = []
     for (code, name, place), value in found.items():
@@ -124,7 +125,7 @@ def closures(
             continue
         check = check.check if isinstance(check, ProcessLocal) else check
         held: list[ValueCheck] = [Cell(check, cell) for cell in cells.get((code, name, place), ())]
-        if not held and code not in made and gc.get_freeze_count():
+        if not held and code not in made and frozen:
             raise NotComparable(
                 f"{name}, a variable around {code.co_qualname}, which gc.freeze() hides"
             )

@@ -171,14 +171,17 @@ def _quiet() -> Iterator[None]:
     """Existing objects are not searched for garbage while something is timed.
 
     A compiler leaves a million objects. A collection may start in any variant's turn and takes
-    tenths of a second; a variant with many small objects triggered most of them.
+    tenths of a second; a variant with many small objects triggered most of them. What was frozen
+    before stays so.
     """
+    before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not before:
+            gc.unfreeze()
 
 
 def _warm(variants: Sequence[Variant], device: torch.device, effort: Effort, batches: int) -> Live:
