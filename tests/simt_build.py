@@ -201,7 +201,8 @@ def _kernels(source: Path, sanitizer: str, defines: tuple[str, ...]) -> Kernels:
     headers = (*SIMT.glob("*.h"), *CUDA.glob("*.cuh"), *source.parent.glob("*.cuh"))
     include = ("-Icsrc", "-Icsrc/cuda", "-isystem", str(cuda_headers()))
     told = (*_FLAGS, *include)
-    parts = _scheduler((*told, *_TELL[sanitizer]), headers)
+    # Compiled once, and run at every step of every thread.
+    parts = _scheduler((*told, "-O2", *_TELL[sanitizer]), headers)
     flags = (*told, *_SANITIZE[sanitizer])
     # Kernels of tests may define what these headers ask for.
     begun = ("-include", str(_prelude(flags, headers))) if source.parent == CUDA else ()
