@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .replaced_builtins import ReplacedBuiltins
     from .tracer import Tracer
 
+_NO_SETTINGS = {"_parameters", "_buffers", "_modules", "forward"}
+
 
 def prepare(
     tracer: Tracer, opaque: frozenset[str], plain_flags: bool, sizes: ReplacedBuiltins | None
@@ -34,7 +36,8 @@ def prepare(
     ``plain_flags``: training flags are real bools; ``sizes`` has other methods for the user's.
     """
     live = modules_by_path(tracer.live)
-    for path, module in modules_by_path(tracer.scratch).items():
+    held = modules_by_path(tracer.scratch)
+    for path, module in held.items():
         if isinstance(module, torch.jit.ScriptModule):
             _replace(tracer, path)
             continue
@@ -59,8 +62,9 @@ def prepare(
             module.__class__ = observed(type(module), tracer.reading, path, own)
         if leaf:
             tracer.layers.add(path)
-        run = _layer(tracer, path) if leaf else _inside(tracer, path, module.forward)
+        run = _layer(tracer, path, module) if leaf else _inside(tracer, path, module.forward)
         state["forward"] = run
+    tracer.settings = {path: _settings(held[path]) for path in tracer.layers}
 
 
 def _replace(tracer: Tracer, path: str) -> None:
@@ -71,16 +75,45 @@ def _replace(tracer: Tracer, path: str) -> None:
     if isinstance(tracer.live.get_submodule(owner), torch.jit.ScriptModule):
         return  # called by that one alone
     called = nn.Module()
-    called.forward = _layer(tracer, path)
+    called.forward = _layer(tracer, path, None)
     tracer.owners[id(called)] = path
     tracer.scratch.get_submodule(owner)._modules[name] = called
 
 
-def _layer(tracer: Tracer, path: str) -> Callable[..., Any]:
+def _layer(tracer: Tracer, path: str, module: nn.Module | None) -> Callable[..., Any]:
+    """The forward of a layer, which the graph calls as the model holds it: so ``module``, from
+    which forward may read it, must be as it was. None: nothing of it can be set.
+    """
+
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if module is not None:
+            name = _other(_settings(module), tracer.settings[path])
+            if name is not None:
+                tracer.refuse(
+                    f"forward sets {path}.{name}, itself or by functional_call, while it calls the"
+                    " layer, which reads it"
+                )
         return tracer.record("call_module", path, args, kwargs)
 
     return forward
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What a layer and its parts hold, by path: tensors, modules, and all other attributes."""
+    held: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        dot = f"{path}." if path else ""
+        slots = (part._parameters, part._buffers, part._modules)
+        every = {k: v for k, v in vars(part).items() if k not in _NO_SETTINGS}
+        for entries in (every, *slots):
+            held.update((f"{dot}{name}", value) for name, value in entries.items())
+    return held
+
+
+def _other(now: dict[str, Any], before: dict[str, Any]) -> str | None:
+    """A name under which there is another object now than there was ``before``."""
+    names = (name for name in {**before, **now} if now.get(name, now) is not before.get(name, now))
+    return next(names, None)
 
 
 def _inside(tracer: Tracer, path: str, original: Callable[..., Any]) -> Callable[..., Any]:

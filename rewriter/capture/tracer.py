@@ -92,6 +92,7 @@ class Tracer:
         self.opaque_calls: dict[OpaqueCall, str] = {}  # with the line of the first call
         self.writers: set[OpaqueCall] = set()  # of them, those that wrote to an argument
         self.layers: set[str] = set()  # paths of modules that run as they are
+        self.settings: dict[str, dict[str, Any]] = {}  # of each of them, what it held before
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.ranks: set[fx.Node] = set()  # of which Python asked how many dimensions they have
