@@ -25,6 +25,11 @@ _CLOCKS = frozenset({
     "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime",
     "strftime", "ctime",
 })  # fmt: skip
+# of a torch.Generator: each call of forward draws anew from where these put it, or puts it back
+_SEEDS = frozenset({
+    "manual_seed", "seed", "get_state", "set_state", "clone_state", "graphsafe_get_state",
+    "graphsafe_set_state",
+})  # fmt: skip
 
 
 class CodeWatcher:
@@ -144,6 +149,8 @@ def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:
     if isinstance(owner, random.Random) and name in ("random", "getrandbits"):
         own = users or frame.f_globals.get("__name__") == "random"
         return "it draws from Python's random numbers" if own else None
+    if isinstance(owner, torch.Generator) and name in _SEEDS:  # also by torch.random.fork_rng
+        return f"it seeds random numbers, or keeps where they are: Generator.{name}()"
     if name == "apply" and isinstance(owner, type) and issubclass(owner, torch._C._FunctionBase):
         return f"applies {owner.__name__}, a torch.autograd.Function that is no global name there"
     if not users:

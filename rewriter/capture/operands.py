@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from recast.rewriter.compiled.copies import generators_of
+
 from .scratch import lifted
 from .values import Flag, Value
 
@@ -54,7 +56,21 @@ def argument(tracer: Tracer, value: Any) -> Any:
         return {_key(tracer, k): argument(tracer, v) for k, v in value.items()}
     if type(value).__module__ == "numpy":
         return argument(tracer, value.tolist())
+    if isinstance(value, torch.Generator) and _made_here(tracer, value):
+        tracer.refuse("draws from a generator that forward itself makes, so alike at each call")
     return value
+
+
+def _made_here(tracer: Tracer, generator: torch.Generator) -> bool:
+    """Whether forward has made ``generator``: neither drawn from nor seeded (which is refused), and
+    not held by a module. No profile function is told of a class that is called.
+    """
+    if generator is torch.default_generator:
+        return False
+    if any(generator is held for held in generators_of(tracer.root)):
+        return False
+    new = torch.Generator(generator.device)
+    return torch.equal(generator.get_state(), new.get_state())
 
 
 def _key(tracer: Tracer, key: Any) -> Any:

@@ -19,6 +19,7 @@ _REMEDIES = (
 _OF_KIND: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("it asks for the time", ("what the clock says as an argument of forward", _APART)),
     ("it draws from", ("torch.rand or its like, which are drawn anew at each call", _APART)),
+    ("it seeds random numbers", ("a torch.Generator that is made in __init__", _APART)),
     ("it opens a file", ("what is in the file as an argument of forward, or a buffer", _APART)),
     ("leaves torch for numpy", ("torch's own operation in place of numpy's", _APART)),
     ("tolist returns", ("operations on the whole tensor in place of a list of it", _APART)),
