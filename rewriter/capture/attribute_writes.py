@@ -17,7 +17,7 @@ from torch import nn
 
 from recast.rewriter.compiled import code_names
 from recast.rewriter.compiled.copies import modules_by_path
-from recast.rewriter.compiled.object_contents import CONTAINERS, PLAIN, copied, untouched
+from recast.rewriter.compiled.object_contents import ARRAYS, CONTAINERS, PLAIN, copied, untouched
 from recast.rewriter.compiled.trees import flatten
 
 from .frames import line_of_write
@@ -57,8 +57,8 @@ def state(scratch: nn.Module) -> State:
 
 
 def _inside(value: Any) -> Any:
-    """The entries of a container or of an object with attributes; None of anything else."""
-    if isinstance(value, CONTAINERS):
+    """What is in a container, an array or an object with attributes; None of anything else."""
+    if isinstance(value, (*CONTAINERS, *ARRAYS)):
         return value
     held = getattr(value, "__dict__", None)
     opaque = isinstance(value, (torch.Tensor, nn.Module)) or callable(value)
@@ -141,7 +141,7 @@ def _writes(
             flatten(value, leaves, [])
             registered = name in module._buffers and name not in old["_buffers"]
             yield _Write(path, name, value, was, bool(leaves), registered)
-        elif inside is not None and not _untouched(reading, _inside(value), inside, value):
+        elif inside is not None and not _untouched(reading, path, name, inside, value):
             entries = _entries_set(reading, path, name, value, inside)
             if entries is not None:
                 yield _Write(path, name, value, was, True, False, entries)
@@ -245,13 +245,17 @@ def _kept_number(write: _Write, reading: PythonReads) -> Refused:
     return refused
 
 
-def _untouched(reading: PythonReads, now: Any, before: Any, value: Any) -> bool:
-    """Whether forward left a container, or attributes of an object that it can name, unchanged."""
+def _untouched(reading: PythonReads, path: str, name: str, before: Any, value: Any) -> bool:
+    """Whether forward left a container, an array, or attributes of an object that it can name,
+    unchanged. An array that forward does not read was written by a function that runs at each call.
+    """
+    now = _inside(value)
+    arrays = (path, name) in reading.taken
     if now is value:
-        return untouched(now, before)
+        return untouched(now, before, arrays)
     names = frozenset().union(*map(code_names.names_in, reading.codes))
     now, before = ({k: v for k, v in held.items() if k in names} for held in (now, before))
-    return untouched(now, before)
+    return untouched(now, before, arrays)
 
 
 def _blind(reading: PythonReads, write: _Write) -> bool:

@@ -8,6 +8,7 @@ to none of its tables costs no memory.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recast.rewriter.compiled.code_names import codes_of, globals_in
 from recast.rewriter.compiled.copies import unregistered
 from recast.rewriter.compiled.homes import scope_of
-from recast.rewriter.compiled.object_contents import CALLED, CONTAINERS, PLAIN, Absent
+from recast.rewriter.compiled.object_contents import (
+    ARRAY_BYTES,
+    ARRAYS,
+    CALLED,
+    CONTAINERS,
+    PLAIN,
+    Absent,
+    array_bytes,
+    copied,
+)
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.compiled.visible_names import MOST
 
@@ -30,7 +40,6 @@ from .constants import Constants
 from .storages import memory, unborn
 from .values import Value
 
-_BYTES = 1 << 26  # of an array that is copied, at most
 _NOT_THE_USERS = frozenset({*vars(nn.Module()), Constants.ATTRIBUTE})
 
 
@@ -101,7 +110,7 @@ def restored_tensors(root: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_objects(root: nn.Module) -> Iterator[None]:
     """Restores, at the end, the attributes of the objects that the modules keep, also in
-    containers, and what they hold: arrays of numpy; of lists and dicts, which may be caches, what
+    containers, and what they hold: arrays; of lists and dicts, which may be caches, what
     :func:`restored_globals` does. Containers of a module itself are copied with it, objects are
     shared. Not restored: iterators, which cannot go back, and objects within objects, which may be
     those of a trainer at work.
@@ -110,8 +119,8 @@ def restored_objects(root: nn.Module) -> Iterator[None]:
     objects += map(vars, unregistered(root).values())
     inside = {id(value) for attributes in objects for value in attributes.values()}
     held = _held(root, deep=1)
-    arrays = [a for a in held if isinstance(a, numpy.ndarray) and a.nbytes <= _BYTES]
-    before = [dict(attributes) for attributes in objects], [a.copy() for a in arrays]
+    arrays: list[Any] = [a for a in held if isinstance(a, ARRAYS) and array_bytes(a) <= ARRAY_BYTES]
+    before = [dict(attributes) for attributes in objects], [copy.copy(a) for a in arrays]
     restore = _numbers_in([v for v in held if id(v) in inside])
     try:
         yield
@@ -121,8 +130,8 @@ def restored_objects(root: nn.Module) -> Iterator[None]:
                 del attributes[name]
             attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
         for array, values in zip(arrays, before[1], strict=True):
-            if array.tobytes() != values.tobytes():  # else it may be one that cannot be written to
-                array[...] = values
+            if copied(array) != copied(values):  # else it may be one that cannot be written to
+                array[... if isinstance(array, numpy.ndarray) else slice(None)] = values
         restore()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import functools
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -15,12 +17,16 @@ from types import (
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from recast.rewriter.capture.frames import LIBRARIES
 
 PLAIN = (int, float, bool, str, type(None))
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
 METHODS = (FunctionType, property, staticmethod, classmethod)  # as a class has them
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+ARRAYS = (np.ndarray, array.array, bytearray)
+ARRAY_BYTES = 1 << 26  # of an array that is copied, at most
 _SLOTS: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()  # asked for at each call
 
 
@@ -94,7 +100,9 @@ def _mangled(kind: type, name: str) -> str:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a container and of the containers in it; everything else is the same object."""
+    """A copy of a container and of the containers and arrays in it; everything else is the same
+    object.
+    """
     if isinstance(value, dict):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -104,20 +112,47 @@ def copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         entries = [copied(v) for v in value]
         return entries if isinstance(value, list) else tuple(entries)
-    return value
+    return _numbers(value) if isinstance(value, ARRAYS) else value
 
 
-def untouched(value: Any, before: Any) -> bool:
+def untouched(value: Any, before: Any, arrays: bool = True) -> bool:
     """Whether a container holds the very objects that its copy ``before`` holds, or new keys with
-    tensors that depend on no input, as a cache does.
+    tensors that depend on no input, as a cache does; and ``arrays`` in it the same numbers.
     """
     if isinstance(value, dict) and isinstance(before, dict):
         new = [v for k, v in value.items() if k not in before]
         return all(getattr(v, "static", False) for v in new) and all(
-            k in value and untouched(value[k], v) for k, v in before.items()
+            k in value and untouched(value[k], v, arrays) for k, v in before.items()
         )
     if isinstance(value, (set, frozenset)):
         return bool(value == before)
     if isinstance(value, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
-        return len(value) == len(before) and all(map(untouched, value, before))
+        both = zip(value, before, strict=False)
+        return len(value) == len(before) and all(untouched(v, w, arrays) for v, w in both)
+    if isinstance(before, _Numbers):
+        return isinstance(value, ARRAYS) and (not arrays or _numbers(value) == before)
     return value is before
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What is in an array: a copy, as of a container."""
+
+    form: tuple[Any, ...]
+    values: bytes
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers in an array. One that is too large to copy is the same object: a graph that reads
+    it is refused.
+    """
+    if array_bytes(value) > ARRAY_BYTES:
+        return value
+    form = (type(value), getattr(value, "dtype", None), getattr(value, "shape", None))
+    return _Numbers(form, bytes(value) if isinstance(value, bytearray) else value.tobytes())
+
+
+def array_bytes(value: Any) -> int:
+    """How many bytes an array is."""
+    size: int = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
+    return size
