@@ -63,8 +63,8 @@ def add(verbs: Any) -> None:
         "--batch", type=int, metavar="N", help="with --tables: samples of one rank (default 1024)"
     )
     plan.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="adagrad",
-        help="with SPEC: whose state takes memory (default %(default)s)",
+        "--optimizer", choices=_OPTIMIZERS,
+        help="with SPEC: whose state takes memory (default adagrad)",
     )  # fmt: skip
     plan.add_argument(
         "--pin", action="append", default=[], metavar="TABLE=TYPE",
@@ -127,6 +127,15 @@ def _plan(args: argparse.Namespace) -> int:
             "recast plan: --dynamic without a model",
             why="a file of tables says which are dynamic",
             tries=('{"name": "user", "rows": 1000000, "dim": 64, "dynamic": true}',),
+        )
+    if args.spec is None and args.optimizer is not None:
+        raise UsageError(
+            "recast plan: --optimizer without a model",
+            why="a file of tables says how many bytes of state each has",
+            tries=(
+                '{"name": "user", "rows": 1000000, "dim": 64, "state_element": 8}, as Adam has',
+                "leave --optimizer out",
+            ),
         )
     if (args.spec is None) == (args.tables is None):
         neither = args.spec is None
@@ -236,7 +245,7 @@ def _of_model(args: argparse.Namespace) -> Any:
         )
     machines = _machines(args.topology, args.world_size)
     make: Any = {**bench.OPTIMIZERS, "rowwise-adagrad": optim.RowWiseAdagrad, "adam": _adam()}
-    optimizer = make[args.optimizer](subject.model.parameters(), lr=0.01)
+    optimizer = make[args.optimizer or "adagrad"](subject.model.parameters(), lr=0.01)
     fast, _ = api.optimize(
         subject.model,
         optimizer,

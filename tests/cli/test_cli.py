@@ -252,6 +252,10 @@ def test_env(run: Run) -> None:
         (["plan", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "  why  "]),
         (["plan", "--tables", "x.json", "--arg", "a=1"], ["recast plan: --arg without a model"]),
         (
+            ["plan", "--tables", "x.json", "--optimizer", "adam"],
+            ["recast plan: --optimizer without a model", '"state_element": 8'],
+        ),
+        (
             ["plan", SPEC, "--world-size", "2", "--pin", "tables.0=rowwise"],
             ["recast plan: --pin tables.0=rowwise", "try  --pin tables.0=row_wise"],
         ),
