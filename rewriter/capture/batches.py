@@ -106,6 +106,21 @@ def given(example: Any, signature: Signature) -> list[Args]:
     return [ordered(e, signature) for e in _two(example, signature) or (example,)]
 
 
+def calls(example: Any, signature: Signature) -> list[str]:
+    """How each batch of :func:`given` is passed to the model by hand: ``"*example"``."""
+    two = _two(example, signature)
+    if two:
+        return [f"{_stars(e, signature)}example[{k}]" for k, e in enumerate(two)]
+    return [f"{_stars(example, signature)}example"]
+
+
+def _stars(example: Any, signature: Signature) -> str:
+    args = ordered(example, signature)
+    if args and args[0] is example:
+        return ""
+    return "**" if isinstance(example, Mapping) else "*"
+
+
 def ordered(example: Any, signature: Signature) -> Args:
     """``example`` as the ordered arguments of forward."""
     required = _required(signature)

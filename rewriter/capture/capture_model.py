@@ -49,7 +49,6 @@ from .trace import Traced
 from .unread_entries import unread
 
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
-_CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
 _ONE_ROW = "Expected more than 1 value per channel when training"  # torch's batch norm
 _MORE_ROWS = ("an example of several rows: both modes are captured", "example=[batch, other_batch]")
 _NO_EXAMPLE = (
@@ -153,8 +152,10 @@ def _capture(root: nn.Module, name: str, example: Any, terms: Terms) -> Captured
     if example is None:
         return _without_example(root, name, signature)
     live = live_copy(root)
-    for batch in _batches.given(example, signature):
-        _check_example(live, signature, batch, example)
+    for how, batch in zip(
+        _batches.calls(example, signature), _batches.given(example, signature), strict=True
+    ):
+        _check_example(live, signature, batch, example, how)
     captured = _of_example(root, live, name, signature, example, terms)
     if captured.kind == "whole" or not signature.arrays:
         return captured
@@ -205,15 +206,18 @@ def _signature(root: nn.Module, example: Any) -> Signature:
 
 
 def _check_example(
-    live: nn.Module, signature: Signature, first: tuple[Any, ...], example: Any
+    live: nn.Module, signature: Signature, first: tuple[Any, ...], example: Any, how: str
 ) -> None:
-    """Raise unless the plain model takes the example; ``first`` is what was made of it."""
+    """Raise unless the plain model takes the example; ``first`` is what was made of it, and ``how``
+    how the user would pass it.
+    """
     try:
         run_plain(live, signature, first)
     except Exception as error:
         text = str(error).strip().splitlines()
         name = _batches.as_dict(first, signature)
-        what, tries = "it", _CALL_IT
+        what = "it"
+        tries: tuple[str, ...] = (f"call the plain model yourself: model({how})",)
         if isinstance(example, list) and first and type(first[0]) is list:
             what = f"a list of {len(example)}"
             tries = "example=batch", "example=[batch, batch_of_another_size], exactly two"

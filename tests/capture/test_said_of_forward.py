@@ -66,6 +66,30 @@ def test_the_error_of_a_model_that_was_given_its_arguments_speaks_of_no_dict() -
     assert caught.value.tries == ("call the plain model yourself: model(*example)",)
 
 
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "call"),
+    [
+        (nn.Linear(9, 2), X, "model(example)"),
+        (nn.Linear(9, 2), [X, X[:2]], "model(example[0])"),
+        (nn.GRU(9, 2), X, "model(example)"),  # its second argument has a default
+        (nn.Linear(9, 2), (X,), "model(*example)"),
+        (Two(), {"x": X, "y": X}, "model(**example)"),
+        (Two(), [{"x": X, "y": X.T}, {"x": X, "y": X}], "model(**example[1])"),
+    ],
+)
+def test_the_call_to_try_is_one_that_passes_the_example(
+    model: nn.Module, example: Any, call: str
+) -> None:
+    with pytest.raises(UsageError, match="the plain model raises on it") as caught:
+        recast.optimize(model, example=example)
+    assert caught.value.tries == (f"call the plain model yourself: {call}",)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
