@@ -211,6 +211,14 @@ def _check_example(
     """Raise unless the plain model takes the example; ``first`` is what was made of it, and ``how``
     how the user would pass it.
     """
+    tensors: list[Any] = []
+    flatten(first, tensors, [])
+    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tensors):
+        raise UsageError(
+            "example: it holds a tensor on meta",
+            why="that has no numbers, and the result is compared with the model's on the example",
+            tries=("a batch on the device of the model",),
+        )
     try:
         run_plain(live, signature, first)
     except Exception as error:

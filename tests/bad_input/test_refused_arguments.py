@@ -80,6 +80,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "foreign": (lambda: step(adagrad(net())), "none of the optimizer's parameters"),
     "path": (lambda: recast.checkpoint.load(3, net()), "load: 3 is no path"),  # type: ignore[arg-type]
     "path to": (lambda: recast.checkpoint.save(3, net()), "save: 3 is no path"),  # type: ignore[arg-type]
+    "meta": (lambda: recast.optimize(net(), example=IDS.to("meta")), "holds a tensor on meta"),
+    "a form on meta": (
+        lambda: optimize(forms=[IDS.to("meta")]),
+        r"forms\[0\]: it holds a tensor on meta",
+    ),
     "three batches": (
         lambda: recast.optimize(net(), example=[IDS] * 3),
         "raises on a list of 3(.|\n)*example=.batch, batch_of_another_size., exactly two",
