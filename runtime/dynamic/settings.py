@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -141,7 +142,29 @@ def check(name: str, given: object) -> Dynamic:
         raise _wrong(
             name, f"initial={given.initial!r}", 'initial=recast.dynamic.Initial("normal", 0, 0.01)'
         )
+    if given.initial is not None and (why := _no_distribution(given.initial)):
+        raise _wrong(
+            name, f"initial={given.initial!r}: {why}",
+            'initial=recast.dynamic.Initial("normal", 0, 0.01)',
+            'initial=recast.dynamic.Initial("uniform", -0.01, 0.01)',
+        )  # fmt: skip
     return given
+
+
+def _no_distribution(initial: Initial) -> str | None:
+    """Why no row can be drawn from ``initial``."""
+    if initial.kind not in get_args(Kind):
+        return f"kinds are {' and '.join(get_args(Kind))}"
+    for number in (initial.a, initial.b):
+        try:
+            finite = math.isfinite(number)
+        except TypeError:
+            finite = False
+        if not finite:
+            return f"{number!r} is no finite number"
+    if initial.kind == "normal" and initial.b < 0:
+        return "a standard deviation is not negative"
+    return None
 
 
 def _wrong(name: str, what: str, *tries: str) -> UsageError:

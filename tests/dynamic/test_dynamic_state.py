@@ -262,6 +262,11 @@ def test_optimizers_that_move_untouched_rows(make: Any, why: str) -> None:
     refused(why, optimizer=make, tables=USER)
 
 
+def starting(*distribution: Any) -> dict[str, recast.Dynamic]:
+    initial = recast.dynamic.Initial(*distribution)
+    return {"user": recast.Dynamic(max_rows=9, initial=initial)}
+
+
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
@@ -281,6 +286,10 @@ def test_optimizers_that_move_untouched_rows(make: Any, why: str) -> None:
         ({"user": recast.Dynamic(max_rows=9, admit=3)}, "admit=3"),  # type: ignore[arg-type]
         ({"user": recast.Dynamic(max_rows=2**32)}, "numbered by 32 bits"),
         ({**USER, "items": recast.Dynamic()}, "items: a budget is one of"),
+        (starting("normal ", 0, 1), "kinds are normal and uniform"),
+        (starting("normal", 0, -1), "a standard deviation is not negative"),
+        (starting("normal", float("nan"), 1), "nan is no finite number"),
+        (starting("uniform", 0, "1"), "'1' is no finite number"),
     ],
 )
 def test_wrong_settings(tables: Any, why: str) -> None:
