@@ -102,13 +102,22 @@ def score(model: nn.Module, batches: Iterable[Batch]) -> tuple[np.ndarray, np.nd
     training = [(m, m.training) for m in model.modules()]
     model.eval()
     scores, labels = [], []
-    with torch.no_grad():
-        for args, label in batches:
-            output = model(*args)
-            scores.append(output.detach().double().cpu().numpy().reshape(-1))
-            labels.append(label.detach().cpu().numpy().reshape(-1))
-    for m, flag in training:
-        m.training = flag
+    try:
+        with torch.no_grad():
+            for k, (args, label) in enumerate(batches):
+                output = model(*args)
+                if label.numel() != output.numel():
+                    raise InputError(
+                        f"auc: batch {k} has {output.numel()} scores and {label.numel()} labels",
+                        why="there is a label for each number of the model's output",
+                    )
+                scores.append(output.detach().double().cpu().numpy().reshape(-1))
+                labels.append(label.detach().cpu().numpy().reshape(-1))
+    finally:
+        for m, flag in training:
+            m.training = flag
+    if not scores:
+        raise InputError("auc: there are no batches", why="an AUC is of scores and labels")
     return np.concatenate(scores), np.concatenate(labels)
 
 
@@ -120,7 +129,8 @@ def paired(plain: nn.Module, fast: nn.Module, batches: Sequence[Batch]) -> AucRe
     what the pairs of rows add whose scores rounding ties.
 
     Raises:
-        InputError: a score is NaN, a label neither 0 nor 1, or all labels are the same.
+        InputError: a score is NaN, a label neither 0 nor 1, all labels are the same, a batch has
+            not as many labels as scores, or there is none.
     """
     a, labels = score(plain, batches)
     b, _ = score(fast, batches)

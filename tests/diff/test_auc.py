@@ -80,6 +80,16 @@ def test_the_same_weights_give_the_same_auc() -> None:
     assert "paired" in str(report)
 
 
+def test_a_batch_with_other_labels_than_scores_is_named() -> None:
+    model = build("pnn")[0]
+    first, (ids, label) = batches(2)
+    with pytest.raises(InputError, match="auc: batch 1 has 64 scores and 63 labels"):
+        paired(model, model, [first, (ids, label[1:])])
+    assert model.training  # as it was, whatever raised
+    with pytest.raises(InputError, match="there are no batches"):
+        paired(model, model, [])
+
+
 def test_other_weights_do_not() -> None:
     model = build("pnn")[0]
     other = copy.deepcopy(model)
