@@ -151,6 +151,10 @@ def _check(
         raise _wrong("seed", seed, "a whole number between -2^62 and 2^62", "seed=0")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise _wrong("dtype", dtype, "a dtype of torch", "dtype=torch.bfloat16")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise _wrong(
+            "dtype", dtype, "one of floating point, as weights are", "dtype=torch.bfloat16"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(p) for model in (plain, fast) for p in model.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):

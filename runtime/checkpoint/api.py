@@ -72,14 +72,15 @@ def save(
     Raises:
         CheckpointError: something else is at ``path``; it cannot be written; another save wrote it
             at the same time, and was done first: that one is there, whole.
-        UsageError: ``path`` is not a path; ``keep`` without ``step``; ``optimizer`` is none, or has
-            a parameter that is not ``model``'s; an ``extra`` with values of another kind; ranks
-            that were given different paths, steps or kinds of optimizer; the process group of a
-            spread model is gone.
+        UsageError: ``path`` is not a path; ``model`` is no module; ``keep`` without ``step``;
+            ``optimizer`` is none, or has a parameter that is not ``model``'s; an ``extra`` with
+            values of another kind; ranks that were given different paths, steps or kinds of
+            optimizer; the process group of a spread model is gone.
         RankError: another rank failed, or does not save.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
+    _check_model("save", model)
     ranks = _ranks(model)
     ranks.check_same(
         "checkpoint.save", path=_text(path), optimizer=_kind(optimizer), step=str(step),
@@ -134,12 +135,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     Raises:
         CheckpointError: there is no checkpoint; a file is damaged or foreign; it belongs to another
             model or optimizer. The message names what is wrong.
-        UsageError: ``path`` is not a path; ranks that were given different paths or kinds of
-            optimizer; the process group of a spread model is gone.
+        UsageError: ``path`` is not a path, or ``model`` no module; ranks that were given different
+            paths or kinds of optimizer; the process group of a spread model is gone.
         RankError: another rank failed, or does not load.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
+    _check_model("load", model)
     ranks = _ranks(model)
     ranks.check_same("checkpoint.load", path=_text(path), optimizer=_kind(optimizer))
     _prepare(optimizer)
@@ -169,6 +171,15 @@ def _path(call: str, given: object) -> Path:
         tries = (f'{call}("last", model)',)
         raise UsageError(f"checkpoint.{call}: {given!r} is no path", tries=tries)
     return Path(given)
+
+
+def _check_model(call: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"checkpoint.{call}: the model is of type {type(model).__name__}, not an nn.Module",
+            why="tensors are saved under the names that they have in a module",
+            tries=(f'{call}("last", model)',),
+        )
 
 
 def _ranks(model: nn.Module) -> Ranks:

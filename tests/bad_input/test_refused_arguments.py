@@ -71,6 +71,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "loop of no kind": (lambda: diff(train=3), "train=3"),
     "seed of no kind": (lambda: diff(seed="a"), "seed='a'"),
     "dtype by name": (lambda: diff(dtype="bf16"), "dtype='bf16'"),
+    "dtype of ids": (lambda: diff(dtype=torch.int8), "dtype=torch.int8(.|\n)*floating point"),
     "optimizer by name": (lambda: diff(optimizer="sgd"), "optimizer='sgd'"),
     "another's optimizer": (lambda: diff(optimizer=adagrad(net())), "parameters of neither model"),
     "count": (lambda: dynamic(evict="lru", admit=recast.MinCount("3")), "from 1 on"),  # type: ignore[arg-type]
@@ -78,6 +79,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no optimizer": (lambda: step(None), "of type NoneType"),
     "around": (around, "Around was made without torch.optim.Optimizer.__init__"),
     "foreign": (lambda: step(adagrad(net())), "none of the optimizer's parameters"),
+    "nothing to load": (
+        lambda: recast.checkpoint.load("last", {}),  # type: ignore[arg-type]
+        "checkpoint.load: the model is of type dict",
+    ),
+    "nothing to save": (
+        lambda: recast.checkpoint.save("last", {}),  # type: ignore[arg-type]
+        "checkpoint.save: the model is of type dict",
+    ),
     "path": (lambda: recast.checkpoint.load(3, net()), "load: 3 is no path"),  # type: ignore[arg-type]
     "path to": (lambda: recast.checkpoint.save(3, net()), "save: 3 is no path"),  # type: ignore[arg-type]
     "meta": (lambda: recast.optimize(net(), example=IDS.to("meta")), "holds a tensor on meta"),
