@@ -78,8 +78,9 @@ def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
     if share < SHARE:
         return _left([c for c in calls if not c.ours], least, root)
     within = sum(map(_flops, products))
+    take = "takes" if len(products) == 1 else "take"
     return (
-        f"bound by matrix products: {plural(len(products), 'call')} of them take {share:.0%} of a"
+        f"bound by matrix products: {plural(len(products), 'call')} of them {take} {share:.0%} of a"
         f" step, as estimated from flops and bytes ({human(within / ROWS, 'flop')} a sample,"
         f" forward, {within / max(flops, 1):.0%} of all), most in"
         f" {_places(products, _flops, root)}; torch's own libraries do them before and after, so a"
@@ -95,8 +96,9 @@ def _left(calls: list[_Call], least: float, root: nn.Module) -> str | None:
     products = [c for c in calls if c.product]
     part = sum(map(_least, products)) / least
     among = f" ({part:.0%} in {plural(len(products), 'matrix product')})" if part > 0.005 else ""
+    hold = "holds" if len(calls) == 1 else "hold"
     return (
-        f"left to torch: {plural(len(calls), 'call')} of torch that no rule takes hold"
+        f"left to torch: {plural(len(calls), 'call')} of torch that no rule takes {hold}"
         f" {share:.0%} of a step, as estimated from flops and bytes{among}, most in"
         f" {_places(calls, _least, root)}; their speed is unchanged"
     )

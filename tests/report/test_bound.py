@@ -56,6 +56,23 @@ def test_a_model_of_wide_layers_is_bound_by_them() -> None:
     assert report.to_dict()["bound"] == said
 
 
+class Sorts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sort(x, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Linear(4, 4), "bound by matrix products: 1 call of them takes "),
+        (Sorts(), "left to torch: 1 call of torch that no rule takes holds "),
+    ],
+)
+def test_a_single_call_is_told_of_in_the_singular(model: nn.Module, said: str) -> None:
+    bound = recast.optimize(model, example=torch.randn(6, 4)).report.bound
+    assert bound is not None and bound.startswith(said)
+
+
 def test_a_model_of_lookups_is_not() -> None:
     report = _report(Lookups())
     assert report.bound is None
