@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,7 +185,15 @@ class _Trial:
         ]
 
     def _values(self, inputs: list[Any]) -> list[Any]:
-        """The value of each node, its tensors without their memory."""
+        """The value of each node, its tensors without their memory.
+
+        Warnings are not for the user: a loss warns of shapes that only this run has. Where they are
+        errors, they would make sizes that the graph takes into ones that it does not.
+        """
+        with warnings.catch_warnings(action="ignore"):
+            return self._run_on(inputs)
+
+    def _run_on(self, inputs: list[Any]) -> list[Any]:
         live = live_copy(self.root, self.training)
         vars(live)["_recast_constants"] = constants(self.root)
         shapes = _Shapes(live, self.graph)

@@ -220,3 +220,23 @@ def test_another_kind_of_input_runs_the_plain_forward(name: str) -> None:
     with pytest.warns(recast.RecastWarning, match="in the example"):
         ours = fast(*other)
     torch.testing.assert_close(ours, plain(*other))
+
+
+class Squared(nn.Module):
+    """A loss, which torch warns of where its two inputs differ in a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor, label: Tensor) -> Tensor:
+        return F.mse_loss(self.table(ids).sum(1), label)
+
+
+def test_nothing_is_told_of_sizes_that_only_the_trial_has() -> None:
+    ids, label = torch.randint(10, (8, 3)), torch.randn(8, 4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fast = recast.optimize(Squared(), example=(ids, label))
+        fast(ids[:, :2], label)
+    assert not told, [str(w.message) for w in told]
