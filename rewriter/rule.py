@@ -14,7 +14,7 @@ then writes the replacement with a :class:`Build`. The engine, not the rule, gua
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -135,6 +135,7 @@ def _erased(node: Node, graph: Graph) -> bool:
 def _try(graph: Graph, rule: Rule, node: Node, context: Context) -> bool:
     try:
         answer = rule.match(node, context.root)
+        _check_answer(rule, answer)
         if isinstance(answer, Match):
             answer = legal(graph, answer, context.root) or answer
     except Exception as error:
@@ -147,6 +148,31 @@ def _try(graph: Graph, rule: Rule, node: Node, context: Context) -> bool:
         context.journal.miss(Missed(rule.name, answer.node.name, answer.why, where, answer.tries))
         return False
     return _commit(graph, rule, node, answer, context)
+
+
+def _check_answer(rule: Rule, answer: object) -> None:
+    """Raise where a match answers what no rule may, in words for who wrote it."""
+    if answer is not None and not isinstance(answer, (Miss, Match)):
+        raise TypeError(
+            f"rule {rule.name}: match answered {answer!r}, which is none of None, Miss and Match"
+        )
+    if isinstance(answer, Match) and not (
+        answer.outputs and set(answer.outputs) <= {*answer.nodes}
+    ):
+        raise ValueError(f"rule {rule.name}: the outputs of a Match are some of its nodes")
+
+
+def _check_made(rule: Rule, match: Match, made: object) -> list[Node]:
+    """What a rewrite returned, if it is one node for each output of the match."""
+    nodes: list[Any] = list(made) if isinstance(made, Iterable) else [made]
+    if not all(isinstance(n, Node) for n in nodes):
+        raise TypeError(f"rule {rule.name}: rewrite returned {made!r}, not a list of nodes")
+    if len(nodes) != len(match.outputs):
+        raise ValueError(
+            f"rule {rule.name}: rewrite returned {len(nodes)} nodes for {len(match.outputs)}"
+            " outputs"
+        )
+    return nodes
 
 
 def _raised(rule: Rule, node: Node, error: Exception, context: Context) -> None:
@@ -214,9 +240,7 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
     try:
         what, worth = rule.describe(match), rule.worth(match)
         with graph.inserting_before(at.next):  # keeps new nodes in the order they are made in
-            made = list(rule.rewrite(match, build))
-        if len(made) != len(match.outputs):
-            raise ValueError(f"{len(match.outputs)} outputs, but {len(made)} replacements")
+            made = _check_made(rule, match, rule.rewrite(match, build))
     except Exception as error:
         _undo(graph, build)
         _raised(rule, node, error, context)

@@ -114,6 +114,33 @@ def test_a_rule_that_raises_is_skipped_and_leaves_the_graph(where):
         rule.apply(graph, [broken], context)
 
 
+@pytest.mark.parametrize(
+    ("match", "rewrite", "said"),
+    [
+        (lambda node, root: True, _clamp, "rule odd: match answered True, which is none of None"),
+        (lambda node, root: Match([], []), _clamp, "rule odd: the outputs of a Match"),
+        (lambda node, root: Match([node], []), _clamp, "rule odd: the outputs of a Match"),
+        (_relu_of_neg, lambda match, build: None, "rule odd: rewrite returned None, not a list"),
+        (_relu_of_neg, lambda match, build: [1], r"rule odd: rewrite returned \[1\], not a list"),
+        (
+            _relu_of_neg,
+            lambda match, build: [*_clamp(match, build)] * 2,
+            "rule odd: rewrite returned 2 nodes for 1 outputs",
+        ),
+    ],
+)
+def test_a_rule_that_answers_what_no_rule_may_is_told_so_by_name(match, rewrite, said):
+    odd = Rule("odd", "", match, rewrite)
+    graph, context = captured(Simple())
+    before = str(graph)
+    assert rule.apply(graph, [odd], context) == 0
+    assert str(graph) == before
+    assert context.journal.raised
+    context.strict = True
+    with pytest.raises((TypeError, ValueError), match=said):
+        rule.apply(graph, [odd], context)
+
+
 def _pair(node: Node, root: nn.Module) -> Answer:
     """All sines at once, anchored on the last."""
     sines = [n for n in node.graph.nodes if is_call(n, torch.sin)]
