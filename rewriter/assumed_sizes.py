@@ -171,43 +171,45 @@ class _Trial:
         return self._runs[key]
 
     def _run(self, places: list[Place], size: int) -> Specs | None:
-        seen: list[list[Any]] = []
-        for batch in (self.second, self.first):  # the smaller one first
-            inputs = [_resized(v, [d for k, d in places if k == at], size)
-                      for at, v in enumerate(batch)]  # fmt: skip
-            try:
-                seen.append(self._values(inputs))
-            except Exception:  # not a size that the model takes
-                return None
+        second, first = (
+            [_resized(v, [d for k, d in places if k == at], size) for at, v in enumerate(batch)]
+            for batch in (self.second, self.first)
+        )
+        try:
+            less, more = self._values(second, first)  # the smaller one first
+        except Exception:  # not a size that the model takes
+            return None
         return [
             _with_shapes(note(node).spec, spec_of(a, b, self.sizes))
-            for node, a, b in zip(self.graph.nodes, seen[1], seen[0], strict=True)
+            for node, a, b in zip(self.graph.nodes, more, less, strict=True)
         ]
 
-    def _values(self, inputs: list[Any]) -> list[Any]:
-        """The value of each node, its tensors without their memory.
+    def _values(self, *batches: list[Any]) -> list[list[Any]]:
+        """For each batch the value of each node, its tensors without their memory.
 
         Warnings are not for the user: a loss warns of shapes that only this run has. Where they are
         errors, they would make sizes that the graph takes into ones that it does not.
         """
-        with warnings.catch_warnings(action="ignore"):
-            return self._run_on(inputs)
-
-    def _run_on(self, inputs: list[Any]) -> list[Any]:
         live = live_copy(self.root, self.training)
         vars(live)["_recast_constants"] = constants(self.root)
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+            if any(map(_on_gpu, batches)):
+                # A position behind its table would end all work on a GPU: nothing is computed.
+                with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                    given = [[_of(fake, v) for v in batch] for batch in batches]
+                    return [self._shapes(live, batch) for batch in given]
+            generators = generators_of(self.root)
+            with restored_tensors(self.root), same_random_numbers(*generators):
+                return [self._shapes(live, batch) for batch in batches]
+
+    def _shapes(self, live: nn.Module, batch: list[Any]) -> list[Any]:
         shapes = _Shapes(live, self.graph)
-        if _on_gpu(inputs):
-            # A position behind its table would end all work on a GPU: nothing is computed there.
-            with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-                shapes.run(
-                    *(fake.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in inputs)
-                )
-            return shapes.seen
-        generators = generators_of(self.root)
-        with restored_tensors(self.root), same_random_numbers(*generators), torch.no_grad():
-            shapes.run(*inputs)
+        shapes.run(*batch)
         return shapes.seen
+
+
+def _of(fake: FakeTensorMode, value: Any) -> Any:
+    return fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def _on_gpu(inputs: list[Any]) -> bool:

@@ -10,8 +10,8 @@ result                tidy, constants, proof (the graph gives the model's own re
 checked at each call  guards, layer_shapes, dynamic_sizes, squeezes, step_loops, python_reads,
                       profilers, code_watcher, missing_attributes
 side effects          shown, muted (what forward prints and logs), argument_writes,
-                      attribute_writes (of the model), kept_numbers (counters), restored_state
-                      (undone)
+                      attribute_writes (of the model), kept_numbers (counters), moving_state (of
+                      helpers), restored_state (undone)
 not traceable         refused (why), opaque_calls (kept as one call), replaced_builtins (tried
                       again with len, int and type of our own), numpy_calls (as torch's),
                       distributions (traced with shapes of our own)

@@ -30,6 +30,7 @@ from . import batches as _batches
 from .frames import raised_at
 from .layers import shares_gradients, torch_layer, why_opaque
 from .modes import trace_modes
+from .moving_state import moved
 from .plain_model import (
     Call,
     live_copy,
@@ -265,6 +266,9 @@ def capture_part(
                 prefix=prefix, falls_back=terms.falls_back, varying=terms.varying_in(prefix),
             )  # fmt: skip
             why = disagreement(root, captured.traced, whole, first, second)
+            name_of_moved = moved(root, captured.traced.values())
+            if name_of_moved is not None:  # the cause, if they disagree
+                why = f"forward changes {name_of_moved}, which it reads"
             why = why or elsewhere(root, captured.traced, whole, first, terms.varying_in(prefix))
             if why:
                 raise Refused("capture", where=place_of(root), why=why)

@@ -12,7 +12,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recast.rewriter.compiled.baked_values import is_filled
 from recast.rewriter.compiled.code_names import codes_of, globals_in
 from recast.rewriter.compiled.copies import unregistered
 from recast.rewriter.compiled.homes import scope_of
@@ -34,9 +35,11 @@ from recast.rewriter.compiled.object_contents import (
     copied,
 )
 from recast.rewriter.compiled.trees import flatten
+from recast.rewriter.compiled.value_checks import inner_function
 from recast.rewriter.compiled.visible_names import MOST
 
 from .constants import Constants
+from .frames import LIBRARIES
 from .storages import memory, unborn
 from .values import Value
 
@@ -174,14 +177,12 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def restored_globals(root: nn.Module) -> Iterator[None]:
-    """Restores, at the end, the numbers in containers and objects that the methods of ``root`` read
-    by a global name, such as counters, and takes traced values out of them. What else forward puts
-    there may be a cache, which a graph relies on.
+    """Restores, at the end, the numbers in containers and objects that the methods of ``root``, and
+    functions that they name, read by a global name or hold as variables around them, such as
+    counters, and takes traced values out of them. What else forward puts there may be a cache,
+    which a graph relies on.
     """
-    found: dict[int, Any] = {}
-    for code, home in codes_of(root).items():
-        scope = scope_of(home) or {}
-        found |= {id(v): v for name in globals_in(code) if (v := scope.get(name)) is not None}
+    found = _named(root)
     kinds = (torch.Tensor, nn.Module, ModuleType, *CONTAINERS)
     objects = (v for v in found.values() if not isinstance(v, kinds))
     held: list[Any] = [d for v in objects if type(d := getattr(v, "__dict__", None)) is dict]
@@ -190,6 +191,30 @@ def restored_globals(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def _named(root: nn.Module) -> dict[int, Any]:
+    """By id, what the methods of ``root`` read by a global name; and of the user's functions among
+    that, and of those that modules keep, what these read so, or hold as variables around them.
+    """
+    found: dict[int, Any] = {}
+    left: list[Any] = [
+        scope.get(name)
+        for code, home in codes_of(root).items()
+        if (scope := scope_of(home)) is not None
+        for name in globals_in(code)
+    ]
+    left += [v for m in root.modules() for v in vars(m).values() if isinstance(v, FunctionType)]
+    while left and len(found) < MOST:
+        value = left.pop()
+        if value is None or id(value) in found:
+            continue
+        found[id(value)] = value
+        inner = inner_function(value) if isinstance(value, CALLED) else None
+        if inner is not None and str(inner.__module__).partition(".")[0] not in LIBRARIES:
+            left += [inner.__globals__.get(name) for name in globals_in(inner.__code__)]
+            left += [c.cell_contents for c in inner.__closure__ or () if is_filled(c)]
+    return found
 
 
 def _numbers_in(values: Iterable[Any]) -> Callable[[], None]:

@@ -272,12 +272,13 @@ def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | 
         except Exception as error:
             raise _of_loss(text, loss, error) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            tensor = isinstance(value, torch.Tensor)
             gave = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else _a(value)
             raise UsageError(
                 f"spec: the loss returned by {text} gave {gave}",
                 where=_line_of(loss),
                 why="a loss is a scalar tensor, to be differentiated",
-                tries=("loss(output).mean()",),
+                tries=("loss(output).mean()" if tensor else "the tensor itself, without .item()",),
             )
         return value
 

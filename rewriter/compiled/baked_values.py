@@ -176,7 +176,7 @@ def _reached(modules: Collection[nn.Module]) -> Iterator[FunctionType]:
         inside: Iterable[Any] = ()
         if isinstance(one, FunctionType):
             yield one
-            cells = (cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell))
+            cells = (cell.cell_contents for cell in one.__closure__ or () if is_filled(cell))
             inside = [*cells, *(one.__defaults__ or ())]
             if id(one.__globals__) not in scopes:
                 scopes.add(id(one.__globals__))
@@ -200,7 +200,7 @@ _HOLDING = (FunctionType, MethodType, partial, dict, list, tuple)
 _MOST_REACHED = 1 << 16
 
 
-def _is_filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

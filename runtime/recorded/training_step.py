@@ -80,8 +80,8 @@ class TrainingStep:
     and optimizers, functions in the graph that leave torch (the report names them), and the checks
     of ``recast.checked()`` and of anomaly mode.
 
-    Raises UsageError when the parameters are on several devices or the optimizer owns none, and at
-    a call where the loss is no scalar tensor.
+    Raises UsageError when the parameters are on several devices, the optimizer owns none or the
+    loss cannot be called, and at a call where the loss is no scalar tensor.
     """
 
     def __init__(
@@ -98,6 +98,12 @@ class TrainingStep:
         recorder: Recorder | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
+        if not callable(loss):
+            raise UsageError(
+                f"TrainingStep: the loss is of type {type(loss).__name__}, which cannot be called",
+                why="it is called with the output of the model and the targets",
+                tries=("TrainingStep(fast, F.binary_cross_entropy, optimizer)",),
+            )
         self._model, self._loss = model, loss
         self._optimizers = _optimizers_of(model, optimizer)
         self._autocast, self._before_step = autocast, before_step
