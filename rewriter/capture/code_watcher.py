@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import checkpoint
 
 from . import frames
 
@@ -150,6 +151,9 @@ def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:
         own = users or frame.f_globals.get("__name__") == "random"
         return "it draws from Python's random numbers" if own else None
     if isinstance(owner, torch.Generator) and name in _SEEDS:  # also by torch.random.fork_rng
+        caller = _beyond(frame, "torch.random")
+        if caller is not None and caller.f_globals is vars(checkpoint):
+            return None  # which is refused for what it is
         return f"it seeds random numbers, or keeps where they are: Generator.{name}()"
     if name == "apply" and isinstance(owner, type) and issubclass(owner, torch._C._FunctionBase):
         return f"applies {owner.__name__}, a torch.autograd.Function that is no global name there"
