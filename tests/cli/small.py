@@ -43,6 +43,10 @@ def no_scalar() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
     return (*model(), lambda out: out)
 
 
+def number_loss() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (*model(), lambda out: out.sum().item())
+
+
 class Rows(nn.Module):
     """One step of a loop for each row of the batch."""
 

@@ -241,6 +241,7 @@ def test_env(run: Run) -> None:
         (["bench", SPEC, "--inference", "--lr", "1"], ["--lr with --inference"]),
         (["diff", SPEC.replace(":model", ":bad_loss")], ["loss returned by", "at   small.py:"]),
         (["bench", SPEC.replace(":model", ":no_scalar")], ["gave shape (", "a scalar tensor"]),
+        (["bench", SPEC.replace(":model", ":number_loss")], ["gave a float", "without .item()"]),
         (["explain", SPEC.replace(".py", "")], ["is neither a .py file nor", "small.py:model"]),
         (["explain", SPEC, "--passes", "fuse-mlp{max-layers=x}"], ["max-layers is a whole"]),
         (

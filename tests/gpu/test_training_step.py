@@ -354,6 +354,12 @@ def test_a_loss_that_is_no_number(loss: Any, said: str) -> None:
         step(torch.randn(3, 2))
 
 
+def test_a_loss_that_cannot_be_called() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="the loss is of type int, which cannot be called"):
+        TrainingStep(model, 3, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
 class Halved(nn.Module):
     """Writes a weight past autograd's counter of versions before it is read."""
 
