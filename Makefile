@@ -39,7 +39,7 @@ demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/
 test: $(READY)  ## run the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -n 2 --dist worksteal
 
-test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry runs
+test-all: $(READY)  ## run the long tests too (processes that die, wheels, dry runs), and every case of all
 	$(PYTEST) -n 2 --dist worksteal --long
 
 quick: $(READY)  ## run the tests except the slow ones

@@ -12,7 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from . import pipeline
 from .capture.batches import Batches
 from .capture.constants import constants
 from .capture.plain_model import live_copy
+from .capture.proof import may_write
 from .capture.restored_state import restored_tensors
 from .compiled.copies import generators_of, same_random_numbers
 from .compiled.signature import Signature
@@ -129,7 +130,7 @@ class _Trial:
         signature: Signature, training: bool,
     ) -> None:  # fmt: skip
         self.graph, self.root, self.sizes = graph, root, sizes
-        self.training = training
+        self.training, self.writes = training, may_write(graph, root)
         self.first, self.second = (signature.leaves(batch)[0] for batch in batches)
         self.places = _by_size(self.first, self.second, signature)
         tensors = [v for v in self.second if isinstance(v, torch.Tensor)]
@@ -199,7 +200,8 @@ class _Trial:
                     given = [[_of(fake, v) for v in batch] for batch in batches]
                     return [self._shapes(live, batch) for batch in given]
             generators = generators_of(self.root)
-            with restored_tensors(self.root), same_random_numbers(*generators):
+            safe = restored_tensors(self.root) if self.writes else nullcontext()
+            with safe, same_random_numbers(*generators):
                 return [self._shapes(live, batch) for batch in batches]
 
     def _shapes(self, live: nn.Module, batch: list[Any]) -> list[Any]:

@@ -135,13 +135,13 @@ def _erased(node: Node, graph: Graph) -> bool:
 def _try(graph: Graph, rule: Rule, node: Node, context: Context) -> bool:
     try:
         answer = rule.match(node, context.root)
+        if answer is None:  # nearly always
+            return False
         _check_answer(rule, answer)
         if isinstance(answer, Match):
             answer = legal(graph, answer, context.root) or answer
     except Exception as error:
         _raised(rule, node, error, context)
-        return False
-    if answer is None:
         return False
     if isinstance(answer, Miss):
         where = note(answer.node).where or note(node).where
@@ -152,7 +152,7 @@ def _try(graph: Graph, rule: Rule, node: Node, context: Context) -> bool:
 
 def _check_answer(rule: Rule, answer: object) -> None:
     """Raise where a match answers what no rule may, in words for who wrote it."""
-    if answer is not None and not isinstance(answer, (Miss, Match)):
+    if not isinstance(answer, (Miss, Match)):
         raise TypeError(
             f"rule {rule.name}: match answered {answer!r}, which is none of None, Miss and Match"
         )

@@ -33,6 +33,7 @@ from recast.rewriter.written_views import lost_write
 from .argument_writes import Place
 from .constants import constants
 from .kept_numbers import after_calls, others, put, set_between
+from .layers import torch_layer
 from .opaque_calls import OpaqueCall
 from .plain_model import live_copy
 from .restored_state import restored_globals, restored_objects, restored_tensors
@@ -250,6 +251,23 @@ def _run_graph(
     numbers: dict[str, Any],
 ) -> tuple[Program, Any]:  # fmt: skip
     """The code of ``graph``, and what it returns for ``batch`` on a copy; or what it raises."""
+    mine = live_copy(root, training)
+    put(mine, numbers)
+    vars(mine)["_recast_constants"] = constants(root)
+    program = compile_graph(graph, mine, "proof")
+    inputs = signature.leaves(_clone(batch))[0]
+    try:
+        with restored_tensors(root) if may_write(graph, root) else nullcontext():
+            return program, _run(generators_of(root), lambda: program.run(*inputs, program.fetch()))
+    except Exception as error:
+        return program, error
+
+
+def may_write(graph: Graph, root: nn.Module) -> bool:
+    """Whether ``graph`` may write to the parameters of ``root`` or to tensors that it keeps: by
+    max_norm, a user's own code, or in place to an attribute that is no buffer. (Layers of torch
+    write to buffers and to tables with max_norm alone, and :func:`live_copy` has its own.)
+    """
     plain = {
         f"{path}.{name}" if path else name
         for path, module in modules_by_path(root).items()
@@ -257,21 +275,12 @@ def _run_graph(
         if isinstance(value, torch.Tensor)
     }
     reads = any(n.op == "get_attr" and n.target in plain for n in graph.nodes)
-    may_write = any(  # max_norm, a user's own code, an attribute that is no buffer
+    return any(
         n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, OpaqueCall)
+        or (n.op == "call_module" and not torch_layer(type(root.get_submodule(str(n.target)))))
         or (reads and order.writes(n, root))
         for n in graph.nodes
     )  # fmt: skip
-    mine = live_copy(root, training)
-    put(mine, numbers)
-    vars(mine)["_recast_constants"] = constants(root)
-    program = compile_graph(graph, mine, "proof")
-    inputs = signature.leaves(_clone(batch))[0]
-    try:
-        with restored_tensors(root) if may_write else nullcontext():  # else it runs as it will
-            return program, _run(generators_of(root), lambda: program.run(*inputs, program.fetch()))
-    except Exception as error:
-        return program, error
 
 
 def _users(case: Traced, result: Any) -> Any:

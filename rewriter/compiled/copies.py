@@ -140,9 +140,10 @@ class _Copier:
             return old
         new = object.__new__(old.__class__)  # a GraphModule's own makes a class of it
         self.done[id(old)] = new
-        held = vars(old).items()
-        state = {key: value if key in self.kept else self.value(value) for key, value in held}
-        new.__dict__.update(state)
+        new.__dict__.update({
+            key: value if type(value) in _ATOMS or key in self.kept else self.value(value)
+            for key, value in vars(old).items()
+        })  # fmt: skip
         return new
 
     def value(self, old: Any) -> Any:
@@ -152,14 +153,14 @@ class _Copier:
             return old
         if id(old) in self.done:
             return self.done[id(old)]
-        if isinstance(old, nn.Module):
-            return self.module(old)
         if kind in _DICTS or kind is collections.defaultdict:
             new = kind() if kind in _DICTS else kind(old.default_factory)
             self.done[id(old)] = new
             for key, value in old.items():
-                new[key] = self.value(value)
+                new[key] = value if type(value) in _ATOMS else self.value(value)
             return new
+        if isinstance(old, nn.Module):
+            return self.module(old)
         if kind is list:
             copied: list[Any] = []
             self.done[id(old)] = copied

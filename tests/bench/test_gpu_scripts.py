@@ -273,6 +273,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_crash_costs_one_item_and_a_later_call_goes_on(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

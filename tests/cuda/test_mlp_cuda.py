@@ -48,12 +48,14 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("op", "sample"), SAMPLES)
 def test_every_sample(machine: Machine, op: Any, sample: Sample, dtype: torch.dtype) -> None:
     compare(op, sample.args, dtype)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("p", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("name", CHAINS)

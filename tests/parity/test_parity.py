@@ -22,6 +22,7 @@ PREFIXES = [
 ]
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("length", PREFIXES)
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, length: int) -> None:

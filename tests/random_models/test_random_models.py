@@ -15,7 +15,7 @@ from recipes import Lookup, Recipe, Table, batch, lookups, model, program, recip
 
 import recast
 
-CI = 32  # the default of --models: the same ones at each run
+CI = 24  # the default of --models: the same ones at each run
 SIZES = (6, 4)
 
 

@@ -170,6 +170,7 @@ def _machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         yield
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.usefixtures("_machine")
 @pytest.mark.parametrize("name", MAKES)
 def test_random_schedules(name: str) -> None:

@@ -279,6 +279,7 @@ def _load_in_place(trio: Trio) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     "do",
     [

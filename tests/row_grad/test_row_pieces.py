@@ -68,6 +68,7 @@ def random_piece(rng: random.Random, rows: int, width: int) -> Piece:
     )
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("seed", range(80))
 def test_merge_equals_its_definition(seed: int) -> None:
     rng = random.Random(seed)

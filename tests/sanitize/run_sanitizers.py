@@ -138,7 +138,10 @@ def passes(name: str) -> bool:
     good = True
     for tests, chosen in runs:
         # Without capture: the report of what ends a process would be lost.
-        command = ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        command = [
+            "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider",
+            "-p", "no:xdist", "--every-case", *tests,
+        ]  # fmt: skip
         print(f"{name}: {' '.join(tests)} {chosen or ''}", flush=True)
         run = subprocess.run(
             [sys.executable, *command], env={**watched(name), **chosen}, cwd=ROOT, check=False
