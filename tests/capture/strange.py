@@ -34,3 +34,17 @@ def pair(kind: type[Base], *example: Any) -> tuple[Any, Any]:
 
 def why(fast: recast.Compiled) -> str:
     return str(fast.report.to_dict().get("why"))
+
+
+def train_alike(plain: nn.Module, fast: nn.Module) -> None:
+    """Three steps of both, drawing from one seed, end in the same parameters and buffers."""
+    for model in (plain, fast):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = model(IDS)
+            (out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum().backward()
+            optimizer.step()
+    for (name, a), b in zip(plain.state_dict().items(), fast.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, msg=lambda text, name=name: f"{name}: {text}")

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from strange import IDS, Base, why
+from strange import IDS, Base, train_alike, why
 from torch import Tensor
 
 import recast
@@ -76,24 +76,11 @@ def test_what_forward_seeds_is_drawn_alike_at_each_call(kind: type[Noisy]) -> No
     told = "forward itself makes" if kind is NewGenerator else "seeds random numbers"
     # a method that draws and uses no parameter is kept whole: it runs at each call
     assert told in why(fast) or (kind is Seeded and fast.report.to_dict()["captured"] == "whole")
-    _train_alike(plain, fast)
+    train_alike(plain, fast)
 
 
 def test_a_generator_that_the_model_holds_is_drawn_from_in_the_graph() -> None:
     plain, twin = HeldGenerator(), HeldGenerator()
     fast = recast.optimize(twin, example=IDS)
     assert fast.report.to_dict()["captured"] == "whole"
-    _train_alike(plain, fast)
-
-
-def _train_alike(plain: torch.nn.Module, fast: torch.nn.Module) -> None:
-    for model in (plain, fast):
-        torch.manual_seed(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            out = model(IDS)
-            (out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum().backward()
-            optimizer.step()
-    for (name, a), b in zip(plain.state_dict().items(), fast.state_dict().values(), strict=True):
-        torch.testing.assert_close(b, a, msg=lambda text, name=name: f"{name}: {text}")
+    train_alike(plain, fast)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from strange import IDS, Base, why
+from strange import IDS, Base, train_alike, why
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -88,12 +88,4 @@ def test_a_layer_that_forward_sets_for_one_call_is_told_and_trains_alike(
     plain = kind()
     fast = recast.optimize(copy.deepcopy(plain), example=IDS)
     assert f"forward sets {set_}, itself or by functional_call" in why(fast)
-    for model in (plain, fast):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            out = model(IDS)
-            (out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum().backward()
-            optimizer.step()
-    for (name, a), b in zip(plain.state_dict().items(), fast.state_dict().values(), strict=True):
-        torch.testing.assert_close(b, a, msg=lambda text, name=name: f"{name}: {text}")
+    train_alike(plain, fast)
