@@ -67,8 +67,8 @@ def _beyond_the_sample(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays: looking through it for garbage takes a second each time
-    that all is collected, and asking who refers to something.
+    """What is imported and collected stays: to look through it, for garbage or for who refers to
+    something, takes a second each time.
     """
     gc.disable()
     try:

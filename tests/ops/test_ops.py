@@ -61,7 +61,6 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
 
 
-@pytest.mark.sampled(600)
 @pytest.mark.parametrize(("op", "sample", "kernel"), BY_KERNEL, indirect=["kernel"])
 def test_against_float64(op: Op, sample: Sample, kernel: str) -> None:
     """In each dtype; in float32, no_grad and inference_mode give the bits of grad mode, unless it
@@ -122,7 +121,6 @@ STRIDED = [
 ]
 
 
-@pytest.mark.sampled(400)
 @pytest.mark.parametrize(("op", "sample", "kernel"), STRIDED, indirect=["kernel"])
 def test_strided_upstream(op: Op, sample: Sample, kernel: str) -> None:
     """Upstream gradients that are expanded (stride 0), transposed or sliced give the same.
@@ -170,7 +168,6 @@ def test_create_graph(op: Op, sample: Sample) -> None:
 GRAPHED = [case for case in STRIDED if case.values[2] in (FIRST_ISA, EMULATED)]
 
 
-@pytest.mark.sampled(240)
 @pytest.mark.parametrize("turned", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("op", "sample", "kernel"), GRAPHED, indirect=["kernel"])
 def test_create_graph_of_inputs_that_depend_on_each_other(

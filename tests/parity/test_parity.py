@@ -11,18 +11,17 @@ from models import CASES, build
 import recast
 from recast.passes import PIPELINE
 
-# Every fifth of the prefixes, the whole pipeline among them; the others are long tests.
+# Every tenth of the prefixes, the whole pipeline among them; the others are long tests.
 PREFIXES = [
     pytest.param(
         k,
         id=",".join(p.name for p in PIPELINE[:k]) or "nothing",
-        marks=[pytest.mark.long] * bool((len(PIPELINE) - k) % 5),
+        marks=[pytest.mark.long] * bool((len(PIPELINE) - k) % 10),
     )
     for k in range(len(PIPELINE) + 1)
 ]
 
 
-@pytest.mark.sampled(48)
 @pytest.mark.parametrize("length", PREFIXES)
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, length: int) -> None:

@@ -115,7 +115,6 @@ def stored(args: tuple[Any, ...], precision: str) -> tuple[tuple[Any, ...], tupl
     return low, (wide, *lookups, sparse)
 
 
-@pytest.mark.sampled(240)
 @pytest.mark.parametrize("precision", formats.PRECISIONS)
 @pytest.mark.parametrize("sample", BAGS.samples(), ids=lambda s: s.label)
 def test_lookups(sample: Any, precision: str, kernel: str) -> None:
