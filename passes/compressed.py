@@ -268,6 +268,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return mixed.miss
     if not all(isinstance(v, Node) and rank(v) == 3 and _wide(v) for v in (x, y)):
         return None
+    if _rows(x) != _rows(y):
+        return Miss(node, "one of the stacks is spread over the batch, or over the dimension")
     relu = any(is_call(n, torch.relu) for n in mixed.nodes)
     nodes = [*inner, *mixed.nodes[::-1]]
     user = sole_user(node)
@@ -283,6 +285,13 @@ def _wide(node: Node) -> bool:
     """Whether all sizes of ``node`` but the first are known."""
     spec = spec_of(node)
     return spec is not None and all(type(d) is int for d in spec.shape[1:])
+
+
+def _rows(node: Node) -> tuple[Any, Any]:
+    """(B, D) of ``node``."""
+    spec = spec_of(node)
+    assert spec is not None  # its rank is known
+    return spec.shape[0], spec.shape[2]
 
 
 def _keeps_columns(flat: Node, x: Node, y: Node) -> bool:

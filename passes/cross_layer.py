@@ -19,6 +19,7 @@ from .cross_parts import (
     is_static,
     numbers,
     projection,
+    rows,
     shape,
     terms,
     through,
@@ -64,6 +65,8 @@ def read_layer(node: Node, root: nn.Module) -> Layer | None:
         crossed = _crossed(product, residual, d, root)
         if crossed is not None and sole_user(product) is not None:
             x0, part, gate, inner = crossed
+            if rows(x0) != rows(node):
+                continue  # what is spread over the batch is no cross network's first features
             outer = biases[0] if biases else None
             nodes = (*inner, *additions[::-1])
             return Layer(node, x0, residual, part, gate, outer, nodes)
@@ -76,7 +79,7 @@ def _added(node: Node, d: int, root: nn.Module) -> Layer | None:
     if len(factors) != 2 or shape(residual) != shape(node):
         return None
     crossed = _arranged(factors, (), residual, d, root)
-    if crossed is None:
+    if crossed is None or rows(crossed[0]) != rows(node):
         return None
     x0, part, gate, inner = crossed
     return Layer(node, x0, residual, part, gate, None, (*inner, node))

@@ -30,7 +30,7 @@ from .cross_experts import (
     gates_of,
     listed,
 )
-from .cross_parts import base, is_column, is_static, numbers, row, shape, terms, width
+from .cross_parts import base, is_column, is_static, numbers, row, rows, shape, terms, width
 from .leaf import (
     Value,
     argument,
@@ -140,7 +140,7 @@ def _read(node: Node, root: nn.Module) -> Mixture | None:
         layer = _layer(product, root)
         if layer is None or base(layer.experts.x) is not base(residual):
             continue
-        if sole_user(product) is None or width(layer.x0) != d:
+        if sole_user(product) is None or width(layer.x0) != d or rows(layer.x0) != rows(node):
             continue
         return replace(layer, outer=outer, nodes=(*layer.nodes, *additions[::-1]))
     return None

@@ -57,6 +57,11 @@ def is_column(node: Node) -> bool:
     return len(found) == 3 and found[2] == 1 and found[1] != 1
 
 
+def rows(node: Node) -> tuple[Any, ...]:
+    """The shape of ``node`` as rows."""
+    return shape(node)[:2] if is_column(node) else shape(node)
+
+
 def width(node: Node) -> int | None:
     """d of a value in rows or columns."""
     found = shape(node)

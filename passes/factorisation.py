@@ -99,6 +99,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
             f"summed over dimension {dim} and {other} of {None if spec is None else spec.shape}",
             ("stack the feature vectors to (batch, features, dim) and sum over dimension 1",),
         )
+    if spec_of(squared) != spec_of(node.args[1]):
+        return Miss(node, "one of the two sums keeps the dimension that it sums over")
     if not spec.dtype.is_floating_point:
         return None
     tail, scale, reduce = _tail(node)

@@ -72,7 +72,10 @@ class Einsum(NamedTuple):
 
 
 def einsum_of(node: Any) -> Einsum | None:
-    """``(["ab", "bc"], "ac", [x, y])`` of an einsum, its operands given one by one or as a list."""
+    """``(["ab", "bc"], "ac", [x, y])`` of an einsum, its operands given one by one or as a list.
+
+    None too where a letter is 1 in one operand and more in another, over which that is spread.
+    """
     if not is_call(node, torch.einsum):
         return None
     operands: list[Any]
@@ -82,7 +85,14 @@ def einsum_of(node: Any) -> Einsum | None:
     if not isinstance(equation, str):
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    return Einsum(inputs.split(","), output if arrow else None, operands)
+    terms = inputs.split(",")
+    sizes: dict[str, Any] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        spec = spec_of(operand)
+        named = zip(term, spec.shape, strict=True) if spec and len(spec.shape) == len(term) else ()
+        if any(sizes.setdefault(letter, size) != size for letter, size in named):
+            return None
+    return Einsum(terms, output if arrow else None, operands)
 
 
 class Reduction(NamedTuple):

@@ -92,6 +92,7 @@ class Note:
     spec: Any = None  # Spec, a tuple of them, or None when unknown
     place: str | None = None  # how the value lies across ranks; None on one device
     autocast: Region | None = None  # the region of ``torch.autocast`` that it computes in
+    no_grad: bool = False  # it calls code of the user that ran under ``torch.no_grad``
 
 
 def note(node: Node) -> Note:

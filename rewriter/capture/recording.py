@@ -60,7 +60,9 @@ def record(
     region = _region(tracer)
     if saving() != tracer.saving or frames.checkpointed():
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
+    layer = tracer.live.get_submodule(target) if kind == "call_module" else None
     beyond = isinstance(target, OpaqueCall)
+    own = beyond or (layer is not None and not torch_layer(type(layer)))
     plain = kind != "call_module" and not beyond
     in_place = plain and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
@@ -86,9 +88,10 @@ def record(
     if static and operands.literal(pair[0]) and pair[0] is not None:
         return pair[0]
     node = tracer.node(kind, target, node_args, node_kwargs, pair)
-    layer = tracer.live.get_submodule(target) if kind == "call_module" else None
     if not same_in_any(node, layer):
         annotate(node, autocast=region)
+    if own and frozen:  # which it may ask for, and writes inside have no history
+        annotate(node, no_grad=True)
     static = static and not draws(node, tracer.root)
     if static:
         tracer.static.add(node)
@@ -158,7 +161,7 @@ def _run(tracer: Tracer, kind: str, target: Any, args: Any, kwargs: Any, k: int)
     if kind == "call_module":
         layer = tracer.live.get_submodule(target)
         own = not torch_layer(type(layer))  # may ask for gradients inside
-        with tracer.quiet(), torch.set_grad_enabled(own):
+        with tracer.quiet(), torch.set_grad_enabled(own and torch.is_grad_enabled()):
             result = layer(*args, **kwargs)
             return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
     with tracer.quiet(), torch.no_grad():
@@ -185,7 +188,6 @@ def _run_outside(tracer: Tracer, target: OpaqueCall, args: Any, kwargs: Any, k: 
     before = versions(given)
     with (
         watched(target, tracer.live, given) as why,
-        torch.enable_grad(),
         CopiesBeforeWrites(held) as now,
     ):
         result = target.over(tracer.live)(*given[0], **given[1])

@@ -149,11 +149,11 @@ class _Writer:
             return f"{self.bind(vars(owner), 'held')}[{name!r}]"
         return f"{self.bind(owner, 'owner')}.{name}"
 
-    def blocks(self, region: Region) -> str:
-        """The contexts of a region of autocast as source."""
-        call = self.bind(torch.autocast, "autocast")
-        made = (f"{call}({kind!r}, {self.text(dtype)}, {on})" for kind, dtype, on in region)
-        return ", ".join(made)
+    def blocks(self, region: Region, no_grad: bool) -> str:
+        """The contexts of a region of autocast, and of no gradients, as source."""
+        call = self.bind(torch.autocast, "autocast") if region else ""
+        made = [f"{call}({kind!r}, {self.text(dtype)}, {on})" for kind, dtype, on in region]
+        return ", ".join(made + [f"{self.bind(torch.no_grad, 'no_grad')}()"] * no_grad)
 
     def write(self) -> str:
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -168,6 +168,7 @@ class _Writer:
         self.lines.append("    del held_")
         ends = _last_uses(self.graph, self.stacked.names)
         region: Region = ()
+        frozen = False
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr") or node in self.stacked.names:
                 continue
@@ -177,11 +178,12 @@ class _Writer:
             now = note(node).autocast
             if now is None:  # a block that ended at each view would only begin again
                 now = region if same_in_any(node, None) else ()
-            if now != region and now:
-                self.lines.append(f"    with {self.blocks(now)}:")
-            region = now
+            no_grad = note(node).no_grad
+            if (now, no_grad) != (region, frozen) and (now or no_grad):
+                self.lines.append(f"    with {self.blocks(now, no_grad)}:")
+            region, frozen = now, no_grad
             name = ", ".join((*self.stacked.made.get(node, ()), node.name))
-            line = f"{'    ' if region else ''}    {name} = {self.call(node)}"
+            line = f"{'    ' if region or frozen else ''}    {name} = {self.call(node)}"
             spent = dict.fromkeys(self.stacked.names.get(n, n.name) for n in ends.get(node, []))
             if spent:
                 line += f"; {' = '.join(spent)} = None"

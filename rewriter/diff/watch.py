@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -123,7 +124,8 @@ class _Run(fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self.now = n.name
-        with inside(note(n).autocast):
+        about = note(n)
+        with inside(about.autocast), torch.no_grad() if about.no_grad else nullcontext():
             value = super().run_node(n)
         if n.op not in ("output", "placeholder"):
             self.seen.keep(n.name, value)

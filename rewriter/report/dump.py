@@ -22,11 +22,11 @@ commas)::
     word     = NAME | path                                     NAME: the value of a node
     path     = NAME ("." PART)+                                an attribute; self.x is the root's
     type     = [COUNT "×"] (DTYPE "[" [dim,..] "]" | "(" type,.. ")" | "?")
-    note     = [RULE " ←"] word* ["@" PLACE] [REGION] [FILE:LINE]       separated by blanks
+    note     = [RULE " ←"] word* ["@" PLACE] [REGION] ["no_grad"] [FILE:LINE]   separated by blanks
 
 The note says which rule wrote a node, which modules of the user's model it stands for, in which
 region of ``torch.autocast`` inside forward it computes (``autocast(cpu:bfloat16)``, or ``:off``),
-and the user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is
+whether code of the user runs under ``torch.no_grad``, and the user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is
 ``bot.0.weight, bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the
 left of ``=`` they make one line of a family of nodes that differ in running numbers: then all
 braces of that line, including those that stand for a number, count up together.
@@ -203,7 +203,9 @@ def about_text(node: Node) -> str:
         for kind, dtype, on in about.autocast or ()
     )
     region = f"autocast({region})" if region else ""
-    return " ".join(part for part in (rule, words, place, region, about.where or "") if part)
+    frozen = "no_grad" if about.no_grad else ""
+    parts = (rule, words, place, region, frozen, about.where or "")
+    return " ".join(part for part in parts if part)
 
 
 def type_of(node: Node) -> str:

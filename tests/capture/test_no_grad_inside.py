@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recast
+from recast.rewriter.report import dump
 
 
 class Model(nn.Module):
@@ -70,3 +73,48 @@ def test_writing_to_what_has_no_history_is_captured() -> None:
 
     model, x = Model(inside), torch.randn(6, 4)
     assert recast.optimize(model, example=x).report.captured == "whole"
+
+
+def _halved(h: Tensor) -> Tensor:
+    """Writes, and asks whether gradients are recorded; the list keeps it from being traced."""
+    h.mul_(0.5 if torch.is_grad_enabled() else 0.25)
+    return h * float(len(h.tolist()) > 0)
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return _halved(h) * self.scale
+
+
+class Aside(nn.Module):
+    """A part that runs as it is, under no_grad between calls that learn."""
+
+    def __init__(self, part: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.part, self.top = nn.Linear(4, 4), part, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            weight = _halved(h) if self.part is None else self.part(h)
+        return self.top(weight * h)
+
+
+@pytest.mark.parametrize("part", [None, Halved()], ids=["a function", "a module"])
+def test_what_is_kept_whole_runs_without_gradients_there(part: nn.Module | None) -> None:
+    torch.manual_seed(0)
+    model, x = Aside(part), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x)
+    assert " no_grad test_no_grad_inside.py" in dump.text(fast.graph, fast)
+    upstream, got = torch.randn(6, 1), []
+    for forward in (model, fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        out = forward(x)
+        learn = [p for n, p in forward.named_parameters() if "scale" not in n]
+        got.append((out.detach(), *torch.autograd.grad(out, learn, upstream)))
+    for other in got[1:]:
+        torch.testing.assert_close(other, got[0])
+    recast.diff(model, fast, x).check()

@@ -151,6 +151,12 @@ OTHERS: dict[str, Callable[[Any, int, Tensor, Tensor], Tensor]] = {
     "columns of two": lambda m, k, x, y: torch.einsum(
         "bhd,bme,ohm->bod", x, y, m.cubes[k]
     ),
+    "a mean over the batch": lambda m, k, x, y: F.relu(
+        m.flat[k] @ _pairs(x.mean(0, keepdim=True), y).flatten(1, 2)
+    ),
+    "a mean over the dimension": lambda m, k, x, y: F.relu(
+        m.flat[k] @ _pairs(x, y.mean(2, keepdim=True)).flatten(1, 2)
+    ),
     "no layer of columns": lambda m, k, x, y: _pairs(x, y).sum(2) @ torch.ones(DIM, DIM).to(x),
 }  # fmt: skip
 

@@ -184,6 +184,9 @@ MISSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda t: t.sum(1) ** 2 - (t.relu() ** 2).sum(1), "the squares are of",
     ),
     "over the batch": (lambda t: t.sum(0) ** 2 - (t**2).sum(0), "summed over dimension 0 and 0"),
+    "a dimension kept": (
+        lambda t: (t.sum(1, True) ** 2 - (t**2).sum(1)).mean(1), "keeps the dimension",
+    ),
     "over the columns": (lambda t: t.sum(2) ** 2 - (t**2).sum(2), "summed over dimension 2 and 2"),
 }  # fmt: skip
 
