@@ -90,7 +90,7 @@ def record(
     node = tracer.node(kind, target, node_args, node_kwargs, pair)
     if not same_in_any(node, layer):
         annotate(node, autocast=region)
-    if own and frozen:  # which it may ask for, and writes inside have no history
+    if own and frozen:  # it may ask for gradients, record them all the same, and write
         annotate(node, no_grad=True)
     static = static and not draws(node, tracer.root)
     if static:
@@ -110,7 +110,7 @@ def record(
             return result
         args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
-    return leave(tracer, node, result, (args, kwargs)) if frozen else result
+    return leave(tracer, node, result, (args, kwargs)) if frozen and not own else result
 
 
 def _of_arrays(kind: str, target: Any, args: tuple[Any, ...]) -> bool:

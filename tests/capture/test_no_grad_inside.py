@@ -76,9 +76,11 @@ def test_writing_to_what_has_no_history_is_captured() -> None:
 
 
 def _halved(h: Tensor) -> Tensor:
-    """Writes, and asks whether gradients are recorded; the list keeps it from being traced."""
+    """Writes, asks whether gradients are recorded, and records some; the list keeps it whole."""
     h.mul_(0.5 if torch.is_grad_enabled() else 0.25)
-    return h * float(len(h.tolist()) > 0)
+    with torch.enable_grad():
+        again = h * float(len(h.tolist()) > 0)
+    return again
 
 
 class Halved(nn.Module):
