@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import gc
+import importlib
 import os
+import sys
 import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -37,6 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that are marked long too")
     parser.addoption("--every-case", action="store_true", help="all cases of tests marked sampled")
     parser.addoption("--models", type=int, default=24, help="how many random models to try")
+    parser.addoption(
+        "--mutants", type=int, default=0, help="how many mutants of each optimised model to try"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--mutants"):
+        sys.path.append(str(Path(__file__).parent / "mutants"))
+        trials = importlib.import_module("trials")
+        config.pluginmanager.register(trials.Mutating(config.getoption("--mutants")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,10 +26,11 @@ commas)::
 
 The note says which rule wrote a node, which modules of the user's model it stands for, in which
 region of ``torch.autocast`` inside forward it computes (``autocast(cpu:bfloat16)``, or ``:off``),
-whether code of the user runs under ``torch.no_grad``, and the user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is
-``bot.0.weight, bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the
-left of ``=`` they make one line of a family of nodes that differ in running numbers: then all
-braces of that line, including those that stand for a number, count up together.
+whether code of the user runs under ``torch.no_grad``, and the user's line. In words, braces expand
+as in the shell: ``bot.{0,2}.{weight,bias}`` is ``bot.0.weight, bot.0.bias, bot.2.weight,
+bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the left of ``=`` they make one line of a
+family of nodes that differ in running numbers: then all braces of that line, including those that
+stand for a number, count up together.
 
 Parameters and other attributes are written where they are used; so are the parts of a node with
 several outputs (``bags[3]``). Arguments of operators are named as in their schema, and those

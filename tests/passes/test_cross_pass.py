@@ -318,7 +318,9 @@ MISSES: dict[str, tuple[Network, str]] = {
 def test_what_is_no_cross_network(form: str) -> None:
     network, why = MISSES[form]
     fast = same(Cross(network), BATCHES, steps=False)
-    assert not {"cross_matrix", "cross_vector", "cross_mixture"} & {n.name for n in fast.graph.nodes}
+    assert not {"cross_matrix", "cross_vector", "cross_mixture"} & {
+        n.name for n in fast.graph.nodes
+    }
     assert not why or any(why in text for text in misses(fast, "fuse-cross")), journal(fast).missed
 
 
