@@ -102,11 +102,12 @@ def _run(model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
     learned = [(t, u) for t, u in zip(outputs, up, strict=True) if t.requires_grad]
     torch.autograd.backward([t for t, _ in learned], [u for _, u in learned])
     found: dict[str, Tensor | None] = {f"output {k}": t.detach() for k, t in enumerate(outputs)}
-    found |= {f"gradient of {name}": _dense(p.grad) for name, p in model.named_parameters()}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     found |= {f"gradient of input {k}": t.grad for k, t in enumerate(learning)}
     found |= {f"input {k} afterwards": t.detach() for k, t in enumerate(inputs)}
     found |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-    return found | {"the state of random numbers": torch.get_rng_state()}
+    found |= {"the state of random numbers": torch.get_rng_state()}
+    return {name: _dense(value) for name, value in found.items()}
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -115,8 +116,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+def _dense(value: Tensor | None) -> Tensor | None:
+    return value.to_dense() if value is not None and value.layout != torch.strided else value
 
 
 def _finite(value: Tensor | None) -> bool:
