@@ -132,3 +132,21 @@ def test_state_is_as_before(kind: type[Base]) -> None:
 def test_a_graph_that_writes_to_an_attribute(kind: type[Base]) -> None:
     fast = recast.optimize(kind(torch.zeros(4)), example=torch.randn(6, 4))
     assert fast.report.to_dict()["captured"] == "whole"
+
+
+@pytest.mark.parametrize("rows", [6, 64])
+def test_the_example_is_left_as_it_is(rows: int) -> None:
+    """Also by a forward that writes to its input."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.mul_(2))
+
+    example = torch.randn(rows, 4)
+    before = example.clone()
+    recast.optimize(Writes(), example=example)
+    assert torch.equal(example, before)
