@@ -29,6 +29,13 @@ def torch_layer(kind: type) -> bool:
     return base not in (nn.Sequential, nn.Module)
 
 
+def runs_users_code(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs code of the user's: its own forward, a hook, or that of a
+    module that a layer of torch holds, as ``nn.TransformerEncoder`` does.
+    """
+    return any(not torch_layer(type(m)) or why_opaque(m) is not None for m in module.modules())
+
+
 def shares_gradients(module: nn.Module) -> bool:
     """Whether ``module`` is a wrapper that averages or shards over ranks: its forward prepares that
     beside what it computes.

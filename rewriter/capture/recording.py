@@ -24,7 +24,7 @@ from . import frames, operands
 from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layout
 from .constants import Constants
 from .dynamic_sizes import Sizes, name_of
-from .layers import torch_layer
+from .layers import runs_users_code
 from .no_grad import detach, learns, leave
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
@@ -62,7 +62,7 @@ def record(
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
     layer = tracer.live.get_submodule(target) if kind == "call_module" else None
     beyond = isinstance(target, OpaqueCall)
-    own = beyond or (layer is not None and not torch_layer(type(layer)))
+    own = beyond or (layer is not None and runs_users_code(layer))
     plain = kind != "call_module" and not beyond
     in_place = plain and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
@@ -160,7 +160,7 @@ def _run(tracer: Tracer, kind: str, target: Any, args: Any, kwargs: Any, k: int)
     args, kwargs = operands.example(tracer, args, k), operands.example(tracer, kwargs, k)
     if kind == "call_module":
         layer = tracer.live.get_submodule(target)
-        own = not torch_layer(type(layer))  # may ask for gradients inside
+        own = runs_users_code(layer)  # may ask for gradients inside
         with tracer.quiet(), torch.set_grad_enabled(own and torch.is_grad_enabled()):
             result = layer(*args, **kwargs)
             return rebuild(result, lambda t: t.detach() if t.requires_grad else t)

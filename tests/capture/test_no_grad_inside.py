@@ -106,7 +106,19 @@ class Aside(nn.Module):
         return self.top(weight * h)
 
 
-@pytest.mark.parametrize("part", [None, Halved()], ids=["a function", "a module"])
+def _halves(_: nn.Module, given: tuple[Tensor]) -> Tensor:
+    return _halved(given[0])
+
+
+def _hooked() -> nn.Module:
+    part = nn.Identity()
+    part.register_forward_pre_hook(_halves)
+    return part
+
+
+@pytest.mark.parametrize(
+    "part", [None, Halved(), _hooked()], ids=["a function", "a module", "a hook of a layer"]
+)
 def test_what_is_kept_whole_runs_without_gradients_there(part: nn.Module | None) -> None:
     torch.manual_seed(0)
     model, x = Aside(part), torch.randn(6, 4)
