@@ -110,7 +110,9 @@ def record(
             return result
         args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
-    return leave(tracer, node, result, (args, kwargs)) if frozen and not own else result
+    if own:  # runs under torch.no_grad itself, and may switch gradients on inside
+        return result
+    return leave(tracer, node, result, (args, kwargs)) if frozen else result
 
 
 def _of_arrays(kind: str, target: Any, args: tuple[Any, ...]) -> bool:

@@ -132,3 +132,19 @@ def test_what_is_kept_whole_runs_without_gradients_there(part: nn.Module | None)
     for other in got[1:]:
         torch.testing.assert_close(other, got[0])
     recast.diff(model, fast, x).check()
+
+
+def test_what_is_kept_whole_may_switch_them_on() -> None:
+    """Under the ``torch.no_grad`` that it is called in: its result has a history all the same."""
+
+    def inside(_: Model, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return h * float(len(h.tolist()) > 0)
+
+    torch.manual_seed(0)
+    model, x = Model(inside), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x)
+    assert fast.report.captured == "whole"
+    upstream = torch.randn(6, 4)
+    got = [torch.autograd.grad(m(x), model.layer.weight, upstream)[0] for m in (model, fast)]
+    torch.testing.assert_close(got[1], got[0])
