@@ -38,7 +38,8 @@ class CodeWatcher:
     ``refuse`` of a call whose answer no graph can hold; ``environment`` of a variable
     that is read, and of "" when all are looked through; ``autocast_dtype`` of the device of an
     autocast that is made without a dtype, and has that which holds where it is made; ``prints`` of
-    the user's lines that print or log, which no graph does.
+    the user's lines that print or log, which no graph does; ``enables_grad`` is called where
+    gradients are switched on, also for a caller that has switched them off.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class CodeWatcher:
         environment: Callable[[str], None],
         autocast_dtype: Callable[[str], None],
         prints: Callable[[str], None],
+        enables_grad: Callable[[], None],
     ) -> None:
         self.ran, self.refuse, self.environment = ran, refuse, environment
         self.autocast_dtype, self.prints = autocast_dtype, prints
+        self.enables_grad = enables_grad
         _no_second_normal()
         self.resume()
         self.autocast: list[str] = []  # the devices of the blocks that are open
@@ -79,6 +82,8 @@ class CodeWatcher:
             given = frame.f_locals
             if given["enabled"] and given["dtype"] is None:
                 self.autocast_dtype(given["device_type"])
+        elif event == "call" and frame.f_code in _GRAD and _switches_on(frame):
+            self.enables_grad()
         elif event == "call" and frame.f_code is _ENTER:
             self.autocast.append(str(frame.f_locals["self"].device))
         elif event == "call" and frame.f_code is _EXIT and self.autocast:
@@ -142,6 +147,20 @@ _MADE = torch.autocast.__init__.__code__
 _ENTER = torch.autocast.__enter__.__code__
 _EXIT = torch.autocast.__exit__.__code__
 _LOG = logging.Logger._log.__code__
+_GRAD = frozenset({
+    torch.enable_grad.__enter__.__code__, torch.set_grad_enabled.__init__.__code__,
+    torch.inference_mode.__enter__.__code__,
+})  # fmt: skip
+
+
+def _switches_on(frame: FrameType) -> bool:
+    """Whether this call, of one of ``_GRAD``, switches gradients on, and not back to what they
+    were, as the end of a ``with torch.no_grad()`` does.
+    """
+    if frame.f_code is torch.set_grad_enabled.__init__.__code__:
+        back = frame.f_back is not None and frame.f_back.f_code.co_name == "__exit__"
+        return bool(frame.f_locals["mode"]) and not back
+    return not getattr(frame.f_locals["self"], "mode", False)
 
 
 def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:

@@ -49,6 +49,7 @@ class PythonReads:
     environment: dict[str, None] = field(default_factory=dict)  # variables; "" for which there are
     autocast_dtypes: dict[str, None] = field(default_factory=dict)  # devices whose dtype was asked
     prints: dict[str, None] = field(default_factory=dict)  # lines that print or log
+    enables_grad: bool = False  # also if the caller has switched gradients off
     facts: dict[tuple[str, str], Any] = field(default_factory=dict)  # of the model's tensors
     profile: CodeWatcher | None = None  # while forward runs
 
@@ -59,12 +60,15 @@ class PythonReads:
         if frame.f_code.co_freevars:
             self.closed.update(closed_over(frame))
 
+    def _enabled_grad(self) -> None:
+        self.enables_grad = True
+
     @contextmanager
     def watching(self, refuse: Callable[[str], None]) -> Iterator[None]:
         """Note all user code that runs inside."""
         self.profile = CodeWatcher(
             self.ran, refuse, self.environment.setdefault, self.autocast_dtypes.setdefault,
-            self.prints.setdefault,
+            self.prints.setdefault, self._enabled_grad,
         )  # fmt: skip
         with profilers.aside(refuse), _unseen_collections(self.profile):
             sys.setprofile(self.profile)

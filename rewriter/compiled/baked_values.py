@@ -335,6 +335,8 @@ def taken_by_trace(
     for device in reading.autocast_dtypes:
         now = Same(torch.get_autocast_dtype(device))
         found.append(BakedValue("flag", device, "get_autocast_dtype", now))
+    if reading.enables_grad:
+        found.append(BakedValue("flag", "", "is_grad_enabled", Same(True)))
     if default_dtype:
         found.append(BakedValue("flag", "", "get_default_dtype", Same(torch.get_default_dtype())))
     return (*found, *flags_in(reading.codes))

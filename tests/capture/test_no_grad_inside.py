@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,31 @@ def test_what_is_kept_whole_runs_without_gradients_there(part: nn.Module | None)
     for other in got[1:]:
         torch.testing.assert_close(other, got[0])
     recast.diff(model, fast, x).check()
+
+
+@pytest.mark.parametrize(
+    "switched_on",
+    [torch.enable_grad, lambda: torch.set_grad_enabled(True), lambda: torch.inference_mode(False)],
+    ids=["enable_grad", "set_grad_enabled", "inference_mode"],
+)
+def test_gradients_that_forward_switches_on(switched_on: Callable[[], Any]) -> None:
+    """They are on under ``torch.no_grad`` of the caller too, where no graph records any."""
+
+    class Learns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with switched_on():
+                return self.layer(x)
+
+    model, x = Learns(), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x)
+    assert fast.report.captured == "whole"
+    torch.testing.assert_close(fast(x), model(x))
+    with torch.no_grad(), pytest.warns(recast.RecastWarning, match="is_grad_enabled"):
+        assert fast(x).requires_grad == model(x).requires_grad
 
 
 def test_what_is_kept_whole_may_switch_them_on() -> None:
