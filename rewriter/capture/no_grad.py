@@ -4,6 +4,7 @@ one of its arguments as it is (``x.float()`` of a float, dropout in eval mode), 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,20 +77,32 @@ def _is_detached(value: Value) -> bool:
 
 def learns(tracer: Tracer, value: Any) -> bool:
     """Whether gradients may flow through ``value`` to a parameter."""
-    if not _differentiable(value):
-        return False
-    todo, seen = [value.node], set()
+    for node in _history(value):
+        if node.op == "get_attr" and isinstance(_held(tracer, node), nn.Parameter):
+            return True
+        if node.op == "call_module" and any(True for _ in _held(tracer, node).parameters()):
+            return True
+    return False
+
+
+def of_batch(tracer: Tracer, value: Any) -> bool:
+    """Whether gradients may flow through ``value`` to an input: a caller, or the layers before a
+    module that is captured by itself, may ask for them.
+    """
+    inputs = (n for n in _history(value) if n.op == "placeholder")
+    return any(_takes_gradients(tracer.pairs[node][0]) for node in inputs)
+
+
+def _history(value: Any) -> Iterator[fx.Node]:
+    """The nodes that ``value`` is computed from, as far as gradients flow."""
+    todo, seen = [value.node] if _differentiable(value) else [], set[fx.Node]()
     while todo:
         node = todo.pop()
         if node in seen or (node.op == "call_method" and node.target == "detach"):
             continue
         seen.add(node)
-        if node.op == "get_attr" and isinstance(_held(tracer, node), nn.Parameter):
-            return True
-        if node.op == "call_module" and any(True for _ in _held(tracer, node).parameters()):
-            return True
+        yield node
         todo.extend(node.all_input_nodes)
-    return False
 
 
 def _held(tracer: Tracer, node: fx.Node) -> Any:
@@ -100,6 +113,9 @@ def _held(tracer: Tracer, node: fx.Node) -> Any:
 
 
 def _differentiable(value: Any) -> bool:
-    if not isinstance(value, Value) or not isinstance(value.pair[0], torch.Tensor):
-        return False
-    return value.pair[0].is_floating_point() or value.pair[0].is_complex()
+    return isinstance(value, Value) and _takes_gradients(value.pair[0])
+
+
+def _takes_gradients(value: Any) -> bool:
+    tensor = isinstance(value, torch.Tensor)
+    return tensor and (value.is_floating_point() or value.is_complex())

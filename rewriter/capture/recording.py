@@ -25,7 +25,7 @@ from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layo
 from .constants import Constants
 from .dynamic_sizes import Sizes, name_of
 from .layers import runs_users_code
-from .no_grad import detach, learns, leave
+from .no_grad import detach, learns, leave, of_batch
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
 from .refused import UNREGISTERED
@@ -66,12 +66,14 @@ def record(
     plain = kind != "call_module" and not beyond
     in_place = plain and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
+    learning = None  # what is written to, if what it is computed from may ask for gradients
     if in_place:
         args, kwargs = _target_first(args, kwargs)
         _writes(tracer, args, kwargs)
         if frozen:
             if args and learns(tracer, args[0]):
                 tracer.refuse(_WRITES_FROZEN)
+            learning = args[0] if args and of_batch(tracer, args[0]) else None
             args = tuple(detach(tracer, a) for a in args)
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
@@ -108,6 +110,8 @@ def record(
     if in_place and isinstance(args[0] if args else None, Value):
         if pair[0] is not args[0].pair[0]:
             return result
+        if learning is not None:
+            return learning  # which keeps its history: that the write has none, torch does not say
         args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
     if own:  # runs under torch.no_grad itself, and may switch gradients on inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,52 @@ def test_writing_to_what_learns_stays_with_torch() -> None:
     assert "writes under torch.no_grad" in str(fast.report)
     upstream = torch.randn(6, 4)
     got = [torch.autograd.grad(m(x), model.layer.weight, upstream)[0] for m in (model, fast)]
+    torch.testing.assert_close(got[1], got[0])
+
+
+def _clamped(h: Tensor) -> Tensor:
+    return h.clamp_(-0.1, 0.1)
+
+
+def _added(h: Tensor) -> Tensor:
+    h += 1
+    h[:, 0] = 0.5
+    return h
+
+
+@pytest.mark.parametrize("write", [_clamped, _added])
+@pytest.mark.parametrize("inner", [False, True], ids=["of a model", "of a part"])
+def test_writing_to_what_comes_from_an_input_leaves_its_gradients(
+    write: Callable[[Tensor], Tensor], inner: bool
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            with torch.no_grad():
+                h = write(h)
+            return self.top(h) * h
+
+    class Around(nn.Module):
+        """Not captured itself: it draws from Python's random numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.part = nn.Linear(4, 4), Writes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(self.layer(x)) * (random.random() >= 0)
+
+    torch.manual_seed(0)
+    model = Around() if inner else Writes()
+    x = torch.randn(6, 4, requires_grad=True)
+    fast = recast.optimize(model, example=x)
+    assert fast.report.captured == ("partial" if inner else "whole")
+    upstream = torch.randn(6, 4)
+    got = [torch.autograd.grad(m(x), [x, *m.parameters()], upstream) for m in (model, fast)]
     torch.testing.assert_close(got[1], got[0])
 
 
