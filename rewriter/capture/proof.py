@@ -33,7 +33,7 @@ from recast.rewriter.written_views import lost_write
 from .argument_writes import Place
 from .constants import constants
 from .kept_numbers import after_calls, others, put, set_between
-from .layers import torch_layer
+from .layers import runs_users_code, torch_layer
 from .opaque_calls import OpaqueCall
 from .plain_model import live_copy
 from .restored_state import restored_globals, restored_objects, restored_tensors
@@ -42,6 +42,7 @@ from .trace import Traced
 RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
 ULPS = 16  # of narrower dtypes, which round after every operation
 _FACTOR = 2  # of the model's own error before the judge, as the table of limits has it for bf16
+_GRADIENT = 1e-2  # of the largest number of one: bf16 rounds to 4e-3
 _SAME = 0.25  # of the largest number, at most: a model that is further from the judge is another
 _SPARSE = (
     torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
@@ -60,9 +61,87 @@ def disagreement(
         case = traced.get("both") or traced["train" if training else "eval"]
         runs = batches[-1:] if training and "both" in traced else batches
         why = compare(root, case, case.graph, signature, *runs, training=training)
+        why = why or _other_gradient(root, case, signature, runs[-1], training)
         if why:
             return f"{why}, in {'train' if training else 'eval'} mode"
     return None
+
+
+def _other_gradient(
+    root: nn.Module, case: Traced, signature: Signature, batch: tuple[Any, ...], training: bool
+) -> str | None:
+    """Whose gradient by the graph is not that by the model, in words; None without a difference.
+
+    Asked where code of the user's is kept whole: it may read what forward sets for a while, such
+    as a setting of its class, and that may show in gradients alone.
+    """
+    learn = {name: p for name, p in root.named_parameters() if p.requires_grad}
+    if not _runs_users_code(case.graph, root) or any(p._backward_hooks for p in learn.values()):
+        return None
+    plain, mine = (live_copy(root, training) for _ in range(2))
+    numbers = _numbers(root, case, signature, batch, training)
+    for copy in (plain, mine):
+        put(copy, numbers)
+    vars(mine)["_recast_constants"] = constants(root)
+    program = compile_graph(case.graph, mine, "proof")
+
+    def graph(given: tuple[Any, ...]) -> Any:
+        inputs = signature.leaves(given)[0]
+        return _users(case, program.run(*inputs, program.fetch()))
+
+    try:
+        wanted = _gradients(root, batch, [*learn.values()], partial(_plain, plain, signature))
+    except Exception:  # it has none for all that it returns
+        return None
+    try:
+        got = _gradients(root, batch, [*learn.values()], graph)
+    except Exception as error:
+        return f"backward raises {type(error).__name__} after the graph"
+    scale = max((float(t.abs().max()) for t in wanted if t is not None and t.numel()), default=0.0)
+    labels = [*(f"the gradient of {name}" for name in learn), *("that of an input" for _ in got)]
+    for label, a, b in zip(labels, got, wanted, strict=False):
+        if (a is None) != (b is None) or (a is not None and not _near(a, b, scale)):
+            return f"{label} by the graph is not that by the model on the example"
+    return None
+
+
+def _runs_users_code(graph: Graph, root: nn.Module) -> bool:
+    return any(
+        isinstance(n.target, OpaqueCall)
+        or (n.op == "call_module" and runs_users_code(root.get_submodule(str(n.target))))
+        for n in graph.nodes
+    )
+
+
+def _gradients(
+    root: nn.Module, batch: tuple[Any, ...], learn: list[nn.Parameter], call: Any
+) -> list[Any]:
+    """The gradients of ``learn``, and of the inputs, from random ones of what ``call`` returns."""
+    inputs: list[torch.Tensor] = []
+
+    def asks(t: torch.Tensor) -> torch.Tensor:
+        t = t.detach().clone()
+        if not t.is_floating_point() or t.layout != torch.strided:
+            return t
+        inputs.append(t.requires_grad_())
+        return t.clone()  # which forward may write to
+
+    def run() -> list[Any]:
+        out = [t for t in _flat(call(tuple(rebuild(v, asks) for v in batch))) if t.grad_fn]
+        upstream = [torch.randn_like(t) for t in out]
+        found = torch.autograd.grad(out, [*learn, *inputs], upstream, allow_unused=True)
+        return [g if g is None else g.to_dense() for g in found]
+
+    with restored_tensors(root):
+        return _run(generators_of(root), run) if learn or inputs else []
+
+
+def _near(got: torch.Tensor, wanted: torch.Tensor, scale: float) -> bool:
+    """Whether two gradients are one but for rounding, of sums that may all but cancel."""
+    if not wanted.numel():
+        return True
+    off = float((got.double() - wanted.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return off <= _GRADIENT * float(wanted.double().abs().max()) + RTOL * scale
 
 
 def elsewhere(

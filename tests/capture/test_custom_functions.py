@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -447,3 +448,51 @@ def test_a_function_that_drops_rows_of_which_the_example_had_none() -> None:
     for bad in ([], [2], [0, 5]):
         x[bad] = float("nan")
         torch.testing.assert_close(fast(ids, x), plain(ids, x))
+
+
+class Scaled(torch.autograd.Function):
+    """The same value; the gradient times what ``scale`` is while it runs."""
+
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.scale = Scaled.scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.scale * grad
+
+
+@contextmanager
+def _scaled(scale: float) -> Iterator[None]:
+    before, Scaled.scale = Scaled.scale, scale
+    try:
+        yield
+    finally:
+        Scaled.scale = before
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["of an input", "of a layer"])
+def test_a_function_that_reads_what_is_set_for_a_while(first: bool) -> None:
+    """No graph sets it, and nothing but gradients shows it."""
+
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bottom, self.top = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x if first else self.bottom(x)
+            with _scaled(0.1):
+                h = Scaled.apply(h)
+            return self.top(self.bottom(h))
+
+    torch.manual_seed(0)
+    model, x = Sets(), torch.randn(6, 4, requires_grad=True)
+    fast = recast.optimize(model, example=x)
+    assert "by the graph is not that by the model" in str(fast.report)
+    upstream = torch.randn(6, 1)
+    got = [torch.autograd.grad(m(x), [x, *m.parameters()], upstream) for m in (model, fast)]
+    torch.testing.assert_close(got[1], got[0])
