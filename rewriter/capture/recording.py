@@ -71,10 +71,12 @@ def record(
         args, kwargs = _target_first(args, kwargs)
         _writes(tracer, args, kwargs)
         if frozen:
-            if args and learns(tracer, args[0]):
+            if any(learns(tracer, one) for one in _written(args)):
                 tracer.refuse(_WRITES_FROZEN)
             learning = args[0] if args and of_batch(tracer, args[0]) else None
-            args = tuple(detach(tracer, a) for a in args)
+            out = {"out": kwargs["out"]} if "out" in kwargs else {}
+            args = tuple(rebuild(args, lambda t: detach(tracer, t)))
+            kwargs = {**rebuild(kwargs, lambda t: detach(tracer, t)), **out}
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
         pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
@@ -235,7 +237,7 @@ def _target_first(
 
 def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note what is written to; refuse writes to what outlives a call, except buffers."""
-    targets = [args[0]] if args else []
+    targets = _written(args)
     targets += [t for t in (kwargs.get("out"),) if t is not None]
     for target in targets:
         if not isinstance(target, Value):
@@ -252,6 +254,12 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         tracer.written |= places
         if target is kwargs.get("out"):
             tracer.outs |= places
+
+
+def _written(args: tuple[Any, ...]) -> list[Any]:
+    """What a call writes to: its first argument, or all in it (``torch._foreach_mul_``)."""
+    many = bool(args) and isinstance(args[0], (list, tuple))
+    return [*args[0]] if many else [*args[:1]]
 
 
 def _outsider(written: torch.Tensor) -> tuple[str, str, tuple[str, ...]]:
@@ -271,7 +279,7 @@ def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, A
     """Mark these tensors and their views: something that depends on inputs, or random numbers, was
     written to them.
     """
-    for value in (*args[:1], kwargs.get("out")):
+    for value in (*_written(args), kwargs.get("out")):
         if isinstance(value, Value) and not value.number:
             tracer.mixed |= memory(value.pair[0]).keys()
 

@@ -79,7 +79,12 @@ def _added(h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("write", [_clamped, _added])
+def _of_a_list(h: Tensor) -> Tensor:
+    torch._foreach_mul_([h], 0.5)
+    return h
+
+
+@pytest.mark.parametrize("write", [_clamped, _added, _of_a_list])
 @pytest.mark.parametrize("inner", [False, True], ids=["of a model", "of a part"])
 def test_writing_to_what_comes_from_an_input_leaves_its_gradients(
     write: Callable[[Tensor], Tensor], inner: bool
@@ -112,6 +117,38 @@ def test_writing_to_what_comes_from_an_input_leaves_its_gradients(
     assert fast.report.captured == ("partial" if inner else "whole")
     upstream = torch.randn(6, 4)
     got = [torch.autograd.grad(m(x), [x, *m.parameters()], upstream) for m in (model, fast)]
+    torch.testing.assert_close(got[1], got[0])
+
+
+WRITTEN: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
+    "what learns, in a list": (
+        lambda _, h: [h, torch._foreach_mul_([h], 2)][0], "writes under torch.no_grad",
+    ),
+    "parameters, in a list": (
+        lambda m, h: [h * 1, torch._foreach_mul_([*m.layer.parameters()], 0.9)][0],
+        "writes in place to a parameter",
+    ),
+    "what learns, as a keyword": (
+        lambda _, h: torch.zeros_like(h).lerp_(end=h * 2, weight=0.5), "",
+    ),
+    "by what learns, in a list": (
+        lambda _, h: [z := h.new_zeros(6, 4), torch._foreach_add_([z], [h])][0], "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writing_to_lists_and_by_keywords(name: str) -> None:
+    torch.manual_seed(0)
+    write, why = WRITTEN[name]
+    model, x = Model(write), torch.randn(6, 4)
+    fast, got = recast.optimize(copy.deepcopy(model), example=x), []
+    assert why in str(fast.report)
+    upstream = torch.randn(6, 4)
+    for forward in (model, fast):
+        learn = forward.get_parameter("layer.weight")
+        out = [forward(x) for _ in range(2)][1]
+        got.append((out.detach(), torch.autograd.grad(out, learn, upstream)[0]))
     torch.testing.assert_close(got[1], got[0])
 
 
