@@ -42,6 +42,7 @@ _RANKS = (
     "recast.optimize(model.module) of what DistributedDataParallel wraps: the result averages the"
     " gradients of all ranks itself",
 )
+_DTYPE = ("dtype= at the calls that make tensors",)
 _SAVING = ("a module of its own for what is recomputed, with no table in it",)
 
 
@@ -60,6 +61,8 @@ def record(
     region = _region(tracer)
     if saving() != tracer.saving or frames.checkpointed():
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
+    if torch.get_default_dtype() is not tracer.default_dtype:
+        tracer.refuse("changes torch's default dtype inside forward", tries=_DTYPE)
     layer = tracer.live.get_submodule(target) if kind == "call_module" else None
     beyond = isinstance(target, OpaqueCall)
     own = beyond or (layer is not None and runs_users_code(layer))

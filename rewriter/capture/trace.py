@@ -118,6 +118,7 @@ def trace(
             args, kwargs = signature.unbind(inputs)
             with muted(), traced_shapes(), tracer.reading.watching(tracer.refuse):
                 result = tracer.scratch.forward(*args, **kwargs)
+            frozen = not torch.is_grad_enabled()
     except Refused as error:
         _leave(error)
         raise
@@ -131,6 +132,8 @@ def trace(
             "forward goes on after an error of this call, which other inputs may not raise",
             *tracer.raised,
         )
+    if frozen:
+        raise refusal("forward switches gradients off and leaves them so", None, "")
     _check_unregistered(hidden)
     bound = bound_on_class(tracer.scratch.modules())
     if bound is not None:

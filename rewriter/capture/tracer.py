@@ -76,6 +76,7 @@ class Tracer:
         self.raised: tuple[str | None, str] | None = None  # line and module of a torch call
         self.autocast = nesting(), enabled()  # outside forward
         self.saving = recording.saving()
+        self.default_dtype = torch.get_default_dtype()
 
         self.graph = fx.Graph()
         self.pairs: dict[fx.Node, tuple[Any, Any]] = {}

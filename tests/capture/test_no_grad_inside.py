@@ -258,3 +258,41 @@ def test_what_is_kept_whole_may_switch_them_on() -> None:
     upstream = torch.randn(6, 4)
     got = [torch.autograd.grad(m(x), model.layer.weight, upstream)[0] for m in (model, fast)]
     torch.testing.assert_close(got[1], got[0])
+
+
+class SwitchedOff(nn.Module):
+    """Leaves gradients off for its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        torch.set_grad_enabled(False)
+        return out
+
+
+class OtherDtype(SwitchedOff):
+    """Makes a tensor in another dtype than the same call makes elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        rows = torch.linspace(0, 1, x.shape[0])
+        torch.set_default_dtype(torch.float32)
+        return self.layer(x) * rows.unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(SwitchedOff, "leaves them so"), (OtherDtype, "default dtype inside")]
+)
+def test_what_forward_sets_in_torch(kind: type[SwitchedOff], why: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(6, 4)
+    fast, on = recast.optimize(model, example=x), []
+    assert why in str(fast.report)
+    for forward in (model, fast):
+        with torch.enable_grad():
+            out = forward(x)
+            on.append((torch.is_grad_enabled(), out.detach()))
+    torch.testing.assert_close(on[1], on[0], rtol=1e-12, atol=0)
