@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from recast.rewriter.compiled.trees import flatten, rebuild
+from recast.rewriter.ir import note
 
 from .values import Value, make
 
@@ -78,6 +79,8 @@ def _is_detached(value: Value) -> bool:
 def learns(tracer: Tracer, value: Any) -> bool:
     """Whether gradients may flow through ``value`` to a parameter."""
     for node in _history(value):
+        if note(node).no_grad:
+            continue
         if node.op == "get_attr" and isinstance(_held(tracer, node), nn.Parameter):
             return True
         if node.op == "call_module" and any(True for _ in _held(tracer, node).parameters()):
@@ -87,10 +90,13 @@ def learns(tracer: Tracer, value: Any) -> bool:
 
 def of_batch(tracer: Tracer, value: Any) -> bool:
     """Whether gradients may flow through ``value`` to an input: a caller, or the layers before a
-    module that is captured by itself, may ask for them.
+    module that is captured by itself, may ask for them. Or it comes from code that is kept whole
+    under ``torch.no_grad``, which may switch gradients on.
     """
-    inputs = (n for n in _history(value) if n.op == "placeholder")
-    return any(_takes_gradients(tracer.pairs[node][0]) for node in inputs)
+    return any(
+        note(node).no_grad or (node.op == "placeholder" and _takes_gradients(tracer.pairs[node][0]))
+        for node in _history(value)
+    )
 
 
 def _history(value: Any) -> Iterator[fx.Node]:
@@ -102,7 +108,8 @@ def _history(value: Any) -> Iterator[fx.Node]:
             continue
         seen.add(node)
         yield node
-        todo.extend(node.all_input_nodes)
+        if not note(node).no_grad:
+            todo.extend(node.all_input_nodes)
 
 
 def _held(tracer: Tracer, node: fx.Node) -> Any:

@@ -180,14 +180,17 @@ class Halved(nn.Module):
 class Aside(nn.Module):
     """A part that runs as it is, under no_grad between calls that learn."""
 
-    def __init__(self, part: nn.Module | None) -> None:
+    def __init__(self, part: nn.Module | None, clamps: bool = False) -> None:
         super().__init__()
         self.layer, self.part, self.top = nn.Linear(4, 4), part, nn.Linear(4, 1)
+        self.clamps = clamps
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         with torch.no_grad():
             weight = _halved(h) if self.part is None else self.part(h)
+            if self.clamps:
+                weight.clamp_(min=0)
         return self.top(weight * h)
 
 
@@ -195,18 +198,26 @@ def _halves(_: nn.Module, given: tuple[Tensor]) -> Tensor:
     return _halved(given[0])
 
 
-def _hooked() -> nn.Module:
-    part = nn.Identity()
+def _hooked(part: nn.Module) -> nn.Module:
     part.register_forward_pre_hook(_halves)
     return part
 
 
 @pytest.mark.parametrize(
-    "part", [None, Halved(), _hooked()], ids=["a function", "a module", "a hook of a layer"]
+    ("part", "clamps"),
+    [
+        (None, False),
+        (Halved(), False),
+        (_hooked(nn.Identity()), False),
+        (_hooked(Halved()), True),
+    ],
+    ids=["a function", "a module", "a hook of a layer", "a module whose result is written to"],
 )
-def test_what_is_kept_whole_runs_without_gradients_there(part: nn.Module | None) -> None:
+def test_what_is_kept_whole_runs_without_gradients_there(
+    part: nn.Module | None, clamps: bool
+) -> None:
     torch.manual_seed(0)
-    model, x = Aside(part), torch.randn(6, 4)
+    model, x = Aside(part, clamps), torch.randn(6, 4)
     fast = recast.optimize(model, example=x)
     assert " no_grad test_no_grad_inside.py" in dump.text(fast.graph, fast)
     upstream, got = torch.randn(6, 1), []
