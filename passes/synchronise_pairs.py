@@ -237,7 +237,7 @@ def _sizes(node: Node) -> tuple[Any, ...]:
 def sizes_before(node: Node, rule: str) -> Node:
     """The node that returns the number of rows of each rank; a new one, if none is before it."""
     before = takewhile(lambda n: n is not node, node.graph.nodes)
-    known = next((n for n in before if is_call(n, sizes_of_all)), None)
+    known = next((n for n in before if is_call(n, sizes_of_all) and _of_batch(*n.args)), None)
     if known is not None:
         return known
     inputs = (n for n in inputs_read(node.graph) if len(batch_dims(n)) == 1)
@@ -248,6 +248,11 @@ def sizes_before(node: Node, rule: str) -> Node:
     made.meta[KEY] = merge([node], rule)
     annotate(made, spec=Spec(torch.int64, ("n",)))
     return made
+
+
+def _of_batch(source: Any, dim: Any) -> bool:
+    """Whether dimension ``dim`` of ``source`` counts all rows of the batch, not some of them."""
+    return dim in batch_dims(source)
 
 
 @dataclass(frozen=True)

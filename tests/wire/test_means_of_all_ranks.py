@@ -112,6 +112,9 @@ NUMBERS: dict[str, Form] = {
     "a number of rows too": lambda u, v, ids: (lambda n: (u[ids > 1] + torch.ones(n, 6)).sum() / n)(
         (ids > 1).sum()
     ),
+    "chosen beside the root of all": lambda u, v, ids: (
+        u[ids > 1].mean() + (u * v).square().mean().sqrt()
+    ),
     "by each other": lambda u, v, ids: F.mse_loss(u, v) / F.mse_loss(u, v).detach(),
 }
 
