@@ -23,6 +23,8 @@ OF_CLASSES = (
     F.cross_entropy, F.nll_loss, torch.ops.recast.cross_entropy.default,
     torch.ops.recast.linear_cross_entropy.default,
 )  # fmt: skip
+# whose values are spread over each other's dimensions
+_SPREAD = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss")
 _INTO = ("index_add_", "index_add", "index_copy_", "index_put_", "setitem", "output")
 
 
@@ -94,18 +96,28 @@ def _is_known(node: Node) -> bool:
     while queue:
         for user in queue.pop().users:
             name = name_of(user)
+            if name in _SPREAD and len({_place(n) for n in user.all_input_nodes} - {None}) > 1:
+                return False  # pairs of them
             if name in ("mean", "sum", *_INTO) or "reduction" in user.kwargs:
                 continue
             if is_call(user, *OF_CLASSES):
                 continue
-            if _shape(user)[:1] != _shape(node)[:1] or (
-                name in ALONG and not _along_others(user, name)
+            first, *others = *_shape(user), None
+            if (
+                first != _shape(node)[0]
+                or any(isinstance(n, str) for n in others)
+                or (name in ALONG and not _along_others(user, name))
             ):
                 return False
             if user not in seen:
                 seen.add(user)
                 queue.append(user)
     return True
+
+
+def _place(x: Any) -> int | None:
+    """The dimension of ``x``, counted from the last, whose size varies."""
+    return next((-k for k, n in enumerate(reversed(_shape(x)), 1) if isinstance(n, str)), None)
 
 
 def _along_others(node: Node, name: str) -> bool:

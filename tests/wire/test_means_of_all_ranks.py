@@ -183,6 +183,12 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "numbers": (lambda u, v, ids: (u * v).nanmean(), {"nanmean"}),
     "first": (lambda u, v, ids: (u - v[0]).sum(1), {"getitem"}),
     "order of chosen": (lambda u, v, ids: u.sum(1) + u[ids > 1].cumsum(0).mean(), {"getitem"}),
+    "pairs of chosen": (
+        lambda u, v, ids: F.poisson_nll_loss(u[ids > 1][:, :1], v[ids > 1].sum(1)), {"getitem"}
+    ),
+    "pairs with chosen": (
+        lambda u, v, ids: (u[ids > 1, :1] - v[:, 0]).square().mean(), {"getitem"}
+    ),
     "counted into": (
         lambda u, v, ids: u.sum(1) + torch.zeros(5).index_add_(0, ids, v.sum(1)).square().sum(),
         {"index_add_"},
