@@ -16,7 +16,8 @@ from recast.rewriter.ir import Node, is_call, is_method
 
 from .leaf import argument, spec_of
 from .own_rows import ALONG
-from .row_counts import counts_places, name_of
+from .place_writes import found_by_mask
+from .row_counts import counts_places, name_of, starts_with_rows
 
 # losses that may leave out rows, whose mean is by the others' number or weights
 OF_CLASSES = (
@@ -35,7 +36,7 @@ def chooses(node: Node) -> bool:
 
 def finds_rows(node: Node) -> bool:
     """Whether ``node`` is ``x[index]`` of the rows of the batch, or of several for each."""
-    if not is_call(node, operator.getitem) or not _has_rows(node.args[0]):
+    if not is_call(node, operator.getitem) or not starts_with_rows(node.args[0]):
         return False
     key = _first(node.args[1])
     return isinstance(key, Node) and spec_of(key) is not None and not counts_places(key)
@@ -61,33 +62,14 @@ def _shape(x: Any) -> tuple[Any, ...]:
     return () if spec is None else tuple(spec.shape)
 
 
-def _has_rows(x: Any) -> bool:
-    """Whether the first dimension counts the rows of the batch."""
-    return str((*_shape(x), None)[0]).endswith("B")
-
-
 def _chooses(node: Node) -> bool:
     if is_call(node, torch.masked_select) or is_method(node, "masked_select"):
-        return _has_rows(node.args[0])
-    return finds_rows(node) and _finds(_first(node.args[1]))
+        return starts_with_rows(node.args[0])
+    return finds_rows(node) and found_by_mask(_first(node.args[1]))
 
 
 def _first(key: Any) -> Any:
     return key[0] if isinstance(key, tuple) and key else key
-
-
-def _finds(key: Any) -> bool:
-    """Whether ``key`` is a mask, or the places where one is true."""
-    while isinstance(key, Node):
-        spec = spec_of(key)
-        if spec is not None and spec.dtype is torch.bool:
-            return _has_rows(key)
-        if is_call(key, torch.where, torch.nonzero) or is_method(key, "nonzero"):
-            return len(key.args) == 1 and _has_rows(key.args[0])
-        if not is_call(key, operator.getitem, torch.squeeze) and not is_method(key, "squeeze"):
-            return False
-        key = key.args[0]
-    return False
 
 
 def _is_known(node: Node) -> bool:

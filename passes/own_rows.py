@@ -15,6 +15,7 @@ import torch
 from recast.rewriter.ir import Node, Spec, is_call, is_method, note
 
 from .leaf import argument, spec_of
+from .place_writes import writes_places
 from .row_counts import (
     MAKERS,
     batch_dims,
@@ -112,7 +113,7 @@ def of_other_rows(node: Node) -> bool:
     if not read:  # parameter[:B]
         part = name in ("getitem", "narrow", "cat", "concat") and bool(batch_dims(node))
         return part and any(spec_of(n) is not None for n in node.all_input_nodes)
-    if name in _OF_ALL:
+    if name in _OF_ALL or writes_places(node):
         return True
     if name in ALONG:
         return _along_rows(node, name)

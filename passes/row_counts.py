@@ -47,6 +47,12 @@ def rows_of(spec: Spec) -> set[int]:
     return {d for d, size in enumerate(spec.shape) if str(size).endswith("B")}
 
 
+def starts_with_rows(x: Any) -> bool:
+    """Whether the first dimension of ``x`` counts rows of the batch, or some for each."""
+    spec = spec_of(x)
+    return spec is not None and 0 in rows_of(spec)
+
+
 def over_rows(node: Node) -> bool:
     """Whether ``node`` is computed over the rows of the batch, as ``x.mean(0)`` and ``x[0]``."""
     return makes_no_rows(node) and any(map(batch_dims, node.all_input_nodes))
@@ -74,6 +80,18 @@ def counts_places(x: Any) -> bool:
         if not (is_method(x, *_COUNTING) or is_call(x, torch.unsqueeze, operator.getitem)):
             return False
         if is_call(x, operator.getitem) and not _only_adds_dimensions(x.args[1]):
+            return False
+        x = x.args[0]
+    return False
+
+
+def repeats_places(x: Any) -> bool:
+    """Whether ``x`` is ``arange(B)``, perhaps several times: places as they are in any batch."""
+    while isinstance(x, Node):
+        if is_call(x, torch.arange):
+            return bool(batch_dims(x))
+        adds = is_call(x, operator.getitem) and _only_adds_dimensions(x.args[1])
+        if not (adds or name_of(x) in _COUNTING | _REPEATS):
             return False
         x = x.args[0]
     return False

@@ -189,6 +189,17 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "pairs with chosen": (
         lambda u, v, ids: (u[ids > 1, :1] - v[:, 0]).square().mean(), {"getitem"}
     ),
+    "written by place": (
+        lambda u, v, ids: (lambda x: (x.__setitem__(0, 0.5), (x * v).sum(1))[1])(u.clone()),
+        {"setitem"},
+    ),
+    "some written by place": (
+        lambda u, v, ids: (lambda x: (x.__setitem__(slice(2), 0.5), (x * v).sum(1))[1])(u.clone()),
+        {"setitem"},
+    ),
+    "filled by place": (
+        lambda u, v, ids: (u.index_fill(0, torch.tensor([0]), 0.5) * v).sum(1), {"index_fill"}
+    ),
     "counted into": (
         lambda u, v, ids: u.sum(1) + torch.zeros(5).index_add_(0, ids, v.sum(1)).square().sum(),
         {"index_add_"},
@@ -255,6 +266,15 @@ def test_others_are_of_each_ranks_own_and_told(form: str) -> None:
         torch.testing.assert_close(found, plain(*batch(4, r)).detach())
 
 
+def own_writes(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Into rows that a mask chooses, or each into its own."""
+    x, rows = v.clone(), torch.where(ids > 2)[0]
+    x[ids > 1] = 0.5
+    x[..., 0] = u[:, 1]
+    x[torch.arange(u.size(0)), ids] = 0.25
+    return (x.index_fill(1, torch.tensor([2]), 0.0).index_add(0, rows, u[rows]) * v).sum(1)
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -281,6 +301,7 @@ def test_others_are_of_each_ranks_own_and_told(form: str) -> None:
             )
         ),
         lambda u, v, ids: u[ids > 1],
+        own_writes,
     ],
 )
 def test_losses_and_what_is_of_each_row_are_nothing_to_tell(form: Form) -> None:
