@@ -26,7 +26,7 @@ from recast.runtime.ranks.batch_of_all import (
 
 from .leaf import Einsum, argument, einsum_of, reduction_of, spec_of
 from .own_rows import why_not_own
-from .row_counts import batch_dims, computes_with_rows, counts_places, counts_rows, name_of
+from .row_counts import batch_dims, computes_with_rows, counts_places, name_of
 
 CONTRACTION = torch.ops.recast.contraction.default
 _NAMES = (
@@ -172,7 +172,7 @@ class Paired:
 
     def _pairs(self, x: Node, own: int, many: int) -> Node:
         made_up = _CONSTANTS.get(x.target) if x.op == "call_function" else None
-        if computes_with_rows(x) or (is_call(x, torch.full) and counts_rows(x.args[1])):
+        if computes_with_rows(x):
             raise Unlike("a value that depends on the number of rows")
         if made_up is not None:
             made = self.call(x, made_up, x, self.sizes, own)

@@ -169,8 +169,9 @@ def _of_function(node: Node, made: Spec | None, root: nn.Module) -> Mixed | None
     if reduction in _KNOWN:
         by_number = Mixed("mean", True, True, (sizes_of_all, (node.args[0], 0)))
         return by_number if few and reduction == "mean" else _of_number(node, reduction)
-    of_rows = isinstance(node.args[0], Node) and _has_rows(node.args[0])
-    by_itself = of_rows and reduction is None and node.op != "call_module"  # as dist: no mean
+    by_itself = (
+        _has_rows(node.all_input_nodes[0]) and reduction is None and node.op != "call_module"
+    )  # as dist: no mean
     if by_itself or why_not_mean(node) is not None:
         return Mixed(name_of(node), loss=True)
     return None

@@ -9,7 +9,7 @@ import torch
 
 from recast.rewriter.ir import Node, Spec, is_call, is_method, note
 
-from .leaf import spec_of
+from .leaf import argument, spec_of
 
 # of vectors that count rows, what still does
 _COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
@@ -24,6 +24,7 @@ _SHAPED = {
     *MAKERS, "view", "reshape", "expand", "expand_as", "broadcast_to", "repeat", "tile",
     "unflatten", "narrow", "split", "chunk", "getitem", "repeat_interleave", "getattr", "size",
 }  # fmt: skip
+_FILLS = {"full": 1, "full_like": 1, "new_full": 2}  # the place of their value
 # what reads no values of some of its inputs
 LIKE = {*MAKERS, "to", "type_as", "view_as", "reshape_as", "getattr", "size", "setattr"}
 
@@ -159,7 +160,10 @@ def computes_with_rows(node: Node) -> bool:
     """Whether ``node`` computes a tensor with their number, as ``x / B``; ``x.view(B, -1)`` does
     not.
     """
-    if not isinstance(note(node).spec, Spec) or name_of(node) in _SHAPED:
+    name = name_of(node)
+    if name in _FILLS:
+        return counts_rows(argument(node, _FILLS[name], "fill_value"))
+    if not isinstance(note(node).spec, Spec) or name in _SHAPED:
         return False
     return any(map(counts_rows, node.all_input_nodes))
 

@@ -211,6 +211,12 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "covariance": (lambda u, v, ids: ((u.t() @ v) / u.amax(0)).sum() * u.sum(1), {"sum", "amax"}),
     "number": (lambda u, v, ids: u.sum(1) + (v.mean(0) * v.size(0)).sum(), {"mean", NUMBER}),
     "number alone": (lambda u, v, ids: (u * v).sum(1) * u.size(0), {NUMBER}),
+    "filled with their number": (
+        lambda u, v, ids: (u * v * torch.full_like(u, u.size(0))).sum(1), {NUMBER}
+    ),
+    "einsum with dots": (
+        lambda u, v, ids: (u * v).mean() + torch.einsum("b...->...", u.sum(1)), {"einsum"}
+    ),
     "places": (
         lambda u, v, ids: u.sum(1) + (v * torch.arange(v.size(0))[:, None]).mean(0).sum(),
         {"mean", PLACES},
