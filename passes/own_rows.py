@@ -33,8 +33,9 @@ ALONG: dict[str, int | None] = {
     "cumsum": None, "cumprod": None, "logcumsumexp": None, "cummax": None, "cummin": None,
     "flip": None, "softmax": None, "log_softmax": None, "sort": -1, "argsort": -1, "diff": -1,
     "roll": None, "topk": -1, "kthvalue": -1, "max": None, "min": None, "median": None,
-    "normalize": 1, "softmin": None,
+    "normalize": 1, "softmin": None, "unfold": None,
 }  # fmt: skip
+_ALONG_TWO = {"tril", "triu", "diag", "diagonal", "renorm"}
 # what takes some of them
 _PARTS = {"getitem", "narrow", "chunk", "split", "tensor_split", "unbind"}
 _OF_ALL = {"unique", "bincount", "fliplr", "flipud", "msort"}
@@ -109,7 +110,7 @@ def _has_rows(node: Node) -> bool:
 def of_other_rows(node: Node) -> bool:
     """Whether a row of ``node`` is made of other rows of its inputs."""
     read = [n for n in node.all_input_nodes if _row_dims(n)]
-    name = name_of(node)
+    name = name_of(node).removesuffix("_")
     if not read:  # parameter[:B]
         part = name in ("getitem", "narrow", "cat", "concat") and bool(batch_dims(node))
         return part and any(spec_of(n) is not None for n in node.all_input_nodes)
@@ -117,6 +118,8 @@ def of_other_rows(node: Node) -> bool:
         return True
     if name in ALONG:
         return _along_rows(node, name)
+    if name in _ALONG_TWO:
+        return _along_two(node, name)
     if name == "embedding":
         return bool(_row_dims(argument(node, 1, "weight")))
     source = node.args[0] if node.args else None
@@ -151,6 +154,24 @@ def _along_rows(node: Node, name: str) -> bool:
     if spec is None or not isinstance(dims, (list, tuple)):
         return True
     return any(not isinstance(d, int) or d % len(spec.shape) in rows for d in dims)
+
+
+def _along_two(node: Node, name: str) -> bool:
+    """Whether ``node`` works along the rows by the places of another dimension; ``renorm`` along
+    all but one.
+    """
+    source = argument(node, 0, "input")
+    rows, spec = _row_dims(source), spec_of(source)
+    if spec is None or len(spec.shape) == 1 or len(rows) != 1:
+        return False  # it makes or reads pairs of rows
+    rank = len(spec.shape)
+    dims: tuple[Any, ...] = (rank - 2, rank - 1)
+    if name == "diagonal":
+        dims = argument(node, 2, "dim1", 0), argument(node, 3, "dim2", 1)
+    elif name == "renorm":
+        kept = argument(node, 2, "dim")
+        dims = tuple(d for d in range(rank) if not isinstance(kept, int) or d != kept % rank)
+    return any(not isinstance(d, int) or d % rank in rows for d in dims)
 
 
 # ---------------------------------------------------------------- what reads it

@@ -248,6 +248,11 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: u.sum(1) * torch.einsum("bd,ce->de", u, v).square().sum(), {"einsum"}
     ),
     "neighbours": (lambda u, v, ids: (u[1:] - u[:-1]).square().mean(), {"getitem"}),
+    "triangle": (lambda u, v, ids: (u.tril() * v).sum(1), {"tril"}),
+    "diagonal": (lambda u, v, ids: (u * v).sum(1) + u.diagonal().mean(), {"diagonal"}),
+    "lengths of columns": (lambda u, v, ids: (u.renorm(2, 1, 1.0) * v).sum(1), {"renorm"}),
+    "windows": (lambda u, v, ids: u.sum(1) + v.unfold(0, 2, 1).mean(), {"unfold"}),
+    "in place": (lambda u, v, ids: (u.clone().cumsum_(0) * v).sum(1), {"cumsum_"}),
     "halves": (lambda u, v, ids: (lambda a, b: (a - b).square().mean())(*u.chunk(2)), {"chunk"}),
     "several for each": (
         lambda u, v, ids: (u.reshape(-1).softmax(0).view(-1, 6) * v).sum(1), {"softmax"}
@@ -307,6 +312,9 @@ def own_writes(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
             )
         ),
         lambda u, v, ids: u[ids > 1],
+        lambda u, v, ids: (
+            torch.stack([u, v], 1).tril().diagonal(0, 1, 2).sum(1) + u.renorm(2, 0, 1.0).sum(1)
+        ),
         own_writes,
     ],
 )
