@@ -25,6 +25,13 @@ _SOMETIMES = {
     "cuda", "contiguous",
 }  # fmt: skip
 
+# These change the tensor itself, not what is in its memory, so on one that is detached they would
+# be lost.
+OF_THE_TENSOR = {
+    "unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_",
+    "detach_", "requires_grad_", "resize_", "resize_as_", "set_",
+}  # fmt: skip
+
 
 def without_history(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     """``result`` of a call with ``inputs``, as it leaves ``torch.no_grad``."""

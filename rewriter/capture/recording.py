@@ -25,7 +25,7 @@ from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layo
 from .constants import Constants
 from .dynamic_sizes import Sizes, name_of
 from .layers import runs_users_code
-from .no_grad import detach, learns, leave, of_batch
+from .no_grad import OF_THE_TENSOR, detach, learns, leave, of_batch
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
 from .refused import UNREGISTERED
@@ -76,10 +76,11 @@ def record(
         if frozen:
             if any(learns(tracer, one) for one in _written(args)):
                 tracer.refuse(_WRITES_FROZEN)
-            learning = args[0] if args and of_batch(tracer, args[0]) else None
-            out = {"out": kwargs["out"]} if "out" in kwargs else {}
-            args = tuple(rebuild(args, lambda t: detach(tracer, t)))
-            kwargs = {**rebuild(kwargs, lambda t: detach(tracer, t)), **out}
+            if name not in OF_THE_TENSOR:
+                learning = args[0] if args and of_batch(tracer, args[0]) else None
+                out = {"out": kwargs["out"]} if "out" in kwargs else {}
+                args = tuple(rebuild(args, lambda t: detach(tracer, t)))
+                kwargs = {**rebuild(kwargs, lambda t: detach(tracer, t)), **out}
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
         pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
@@ -97,7 +98,8 @@ def record(
     node = tracer.node(kind, target, node_args, node_kwargs, pair)
     if not same_in_any(node, layer):
         annotate(node, autocast=region)
-    if own and frozen:  # it may ask for gradients, record them all the same, and write
+    # Code of the user may ask for gradients, record them all the same, and write.
+    if frozen and (own or name in OF_THE_TENSOR):
         annotate(node, no_grad=True)
     static = static and not draws(node, tracer.root)
     if static:

@@ -1,5 +1,5 @@
-"""Tidies the graph of a trace: few in-place writes, constants folded, no unused reads, no tensors
-that torch has yet to negate.
+"""Tidies the graph of a trace: few in-place writes, none that is lost, constants folded, no unused
+reads, no tensors that torch has yet to negate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import KEY, Graph, Node, depends, note
-from recast.rewriter.order import writes
+from recast.rewriter.order import asserts, draws, droppable, writes
 
 from .calls import OUT_OF_PLACE
 from .constants import constants
@@ -61,9 +61,37 @@ def functional(tracer: Tracer) -> None:
             tracer.storages[n] = -place[node]
         owners[storage] = before
         owners[-place[node]] = after
+    _drop_lost(tracer, place, owners, sharing)
     targets = (target(n, tracer) for n in tracer.graph.nodes)
     written = (tracer.storages.get(t) for t in targets if t is not None)
     tracer.written = {storage for storage in written if storage is not None} | tracer.outs
+
+
+def _drop_lost(
+    tracer: Tracer, place: dict[Node, int], owners: dict[int, list[Node]],
+    sharing: dict[Node, list[Node]],
+) -> None:  # fmt: skip
+    """Drop writes in place that nobody reads: a graph would keep them for their effect, and with
+    them all that they are computed from. One through ``x.data`` stays: what torch saved for
+    backward sees it.
+    """
+    unread: set[Node] = set()
+    for node in reversed(list(tracer.graph.nodes)):
+        if not unread.issuperset(node.users):
+            continue
+        if droppable(node, tracer.root):
+            unread.add(node)
+            continue
+        old = target(node, tracer)
+        storage = None if old is None else tracer.storages.get(old)
+        if storage is None or storage in tracer.outs or draws(node, tracer.root) or asserts(node):
+            continue
+        held = [n for n in owners[storage] if n is not node]
+        held += _elsewhere(held, node, tracer, owners, sharing)
+        seen = any(place[u] > place[node] for n in held for u in n.users if u not in unread)
+        if not seen and all(_fresh(n) and "data" not in n.args[1:] for n in held):
+            node.replace_all_uses_with(old)
+            tracer.graph.erase_node(node)
 
 
 def _fresh(node: Node) -> bool:

@@ -307,3 +307,25 @@ def test_what_forward_sets_in_torch(kind: type[SwitchedOff], why: str) -> None:
             out = forward(x)
             on.append((torch.is_grad_enabled(), out.detach()))
     torch.testing.assert_close(on[1], on[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("change", [("unsqueeze_", 1), ("t_",), ("transpose_", 0, 1)])
+def test_an_input_that_is_reshaped_in_place_is_so_for_the_caller(change: tuple[Any, ...]) -> None:
+    class Reshapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x * 1)
+            with torch.no_grad():
+                getattr(x, change[0])(*change[1:])
+            return h
+
+    model, x = Reshapes(), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x.clone())
+    assert fast.report.captured == "whole"
+    given = x.clone(), x.clone()
+    got = [forward(one) for forward, one in zip((model, fast), given, strict=True)]
+    assert given[1].shape == given[0].shape != x.shape
+    torch.testing.assert_close(got[1], got[0])

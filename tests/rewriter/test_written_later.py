@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,3 +102,51 @@ def test_a_lookup_that_nothing_reads_is_no_hindrance() -> None:
     want = _step(plain)
     torch.testing.assert_close(_step(fast), want)
     assert plain.tables[2].weight.grad is None
+
+
+class Aside(Rows):
+    """What ``write`` does to a layer's result, nothing reads."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.aside, self.deep = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.rows(ids).sum(1)
+        self.write(self.aside(h))
+        return self.deep(h).sum(1)
+
+
+LOST: dict[str, Callable[[Tensor], object]] = {
+    "a method": lambda h: h.relu_(),
+    "one after the other": lambda h: h.mul_(2).clamp_(0),
+    "a function": lambda h: nn.functional.leaky_relu(h, 0.1, True),
+    "a view": lambda h: operator.setitem(h.flatten(), 0, 3.0),
+    "read by what nothing reads": lambda h: h.tanh_().detach() + 1,
+}
+
+
+@pytest.mark.parametrize("write", LOST.values(), ids=list(LOST))
+def test_a_write_that_nothing_reads_is_dropped(write: Callable[[Tensor], object]) -> None:
+    plain = Aside(write)
+    fast = recast.optimize(plain, example=IDS, strict=True)
+    assert not {n.target for n in fast.graph.nodes if n.op == "call_module"} & {"aside"}
+    assert any(entry.rule == "fuse-mlp" for entry in fast.report.journal.fired)
+    want = _step(plain)
+    torch.testing.assert_close(_step(fast), want)
+
+
+class Saved(Rows):
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.rows(ids).sum(1).relu()
+        y = (h * h).sum(1)  # keeps h for its gradient
+        h.data.add_(1.0)
+        return y
+
+
+def test_a_write_past_autograd_that_only_gradients_see_stays() -> None:
+    plain = Saved()
+    fast = recast.optimize(plain, example=IDS, strict=True)
+    want = _step(plain)
+    torch.testing.assert_close(_step(fast), want)
