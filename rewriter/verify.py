@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from recast.errors import VerifyError
 from recast.rewriter.capture.constants import Constants
@@ -95,8 +96,23 @@ def _home(node: Node, root: nn.Module) -> str | None:
     elsewhere = elsewhere or order.renormalised(node, root) is not None
     if not isinstance(home, Node) or elsewhere or order.asserts(node):
         return None
-    alone = sole_user(home) is node and alias.fresh(home, root)
-    return home.name if alone or is_call(home, torch.zeros, torch.empty) else None
+    alone = _alone(home, node, root) or is_call(home, torch.zeros, torch.empty)
+    return home.name if alone else None
+
+
+def _alone(value: Node, user: Node, root: nn.Module) -> bool:
+    """Whether ``user`` alone sees the memory of ``value``: it is new, or handed on by dropout, or by
+    a write in place, from such a one.
+    """
+    if sole_user(value) is not user:
+        return False
+    if alias.fresh(value, root):
+        return True
+    source = value.args[0] if value.args else None
+    layer = root.get_submodule(str(value.target)) if value.op == "call_module" else None
+    passes = is_call(value, F.dropout) or isinstance(layer, nn.Dropout)
+    passes = passes or (order.writes(value, root) and layer is None)
+    return passes and isinstance(source, Node) and _alone(source, value, root)
 
 
 def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]:

@@ -99,7 +99,7 @@ def record(
     if not same_in_any(node, layer):
         annotate(node, autocast=region)
     # Code of the user may ask for gradients, record them all the same, and write.
-    if frozen and (own or name in OF_THE_TENSOR):
+    if frozen and (own or name in OF_THE_TENSOR or kwargs.get("out") is not None):
         annotate(node, no_grad=True)
     static = static and not draws(node, tracer.root)
     if static:

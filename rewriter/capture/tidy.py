@@ -18,6 +18,7 @@ from recast.rewriter.order import asserts, draws, droppable, writes
 from .calls import OUT_OF_PLACE
 from .constants import constants
 from .guards import target
+from .no_grad import OF_THE_TENSOR
 from .refused import refusal
 from .tracer import Tracer
 
@@ -72,8 +73,8 @@ def _drop_lost(
     sharing: dict[Node, list[Node]],
 ) -> None:  # fmt: skip
     """Drop writes in place that nobody reads: a graph would keep them for their effect, and with
-    them all that they are computed from. One through ``x.data`` stays: what torch saved for
-    backward sees it.
+    them all that they are computed from. One through ``x.data`` or ``set_`` stays: what torch
+    saved for backward sees it.
     """
     unread: set[Node] = set()
     for node in reversed(list(tracer.graph.nodes)):
@@ -89,9 +90,16 @@ def _drop_lost(
         held = [n for n in owners[storage] if n is not node]
         held += _elsewhere(held, node, tracer, owners, sharing)
         seen = any(place[u] > place[node] for n in held for u in n.users if u not in unread)
-        if not seen and all(_fresh(n) and "data" not in n.args[1:] for n in held):
+        past = any("data" in n.args[1:] or any(map(_exchanges, n.users)) for n in held)
+        kept = bool(node.users) and node.target in OF_THE_TENSOR  # another shape to its users
+        if not (seen or past or kept) and all(map(_fresh, held)):
             node.replace_all_uses_with(old)
             tracer.graph.erase_node(node)
+
+
+def _exchanges(node: Node) -> bool:
+    """Whether a call gives a tensor the memory of another."""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0] == "set_"
 
 
 def _fresh(node: Node) -> bool:

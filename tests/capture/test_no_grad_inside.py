@@ -329,3 +329,24 @@ def test_an_input_that_is_reshaped_in_place_is_so_for_the_caller(change: tuple[A
     got = [forward(one) for forward, one in zip((model, fast), given, strict=True)]
     assert given[1].shape == given[0].shape != x.shape
     torch.testing.assert_close(got[1], got[0])
+
+
+def test_an_input_that_learns_may_be_written_by_out() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                torch.mul(x, 2, out=x)
+            return self.layer(x)
+
+    model, x = Doubles(), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x.clone())
+    upstream, got = torch.randn(6, 4), []
+    for forward in (model, fast):
+        one = x.clone().requires_grad_()
+        out = forward(one)
+        got.append((out, one.detach(), *torch.autograd.grad(out, [one], upstream)))
+    torch.testing.assert_close(got[1], got[0])

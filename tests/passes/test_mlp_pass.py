@@ -368,3 +368,31 @@ def test_the_report_says_what_it_is_worth() -> None:
     (entry,) = (e for e in journal(fast).fired if e.rule == "fuse-mlp")
     assert entry.what == "2 linear, 1 relu in one call"
     assert entry.saves == "2 launches; small batches train on torch's own layers"
+
+
+class _Written(nn.Module):
+    """Activations and dropouts that write in place to what dropout, or another, hands on."""
+
+    def __init__(self, form: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.form, self.drop = form, nn.Dropout(0.3)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.form(self, self.first(x)))
+
+
+WRITTEN: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "after dropout": lambda m, h: F.relu(m.drop(h), inplace=True),
+    "a method": lambda m, h: m.drop(h).relu_(),
+    "two dropouts": lambda m, h: torch.sigmoid_(m.drop(m.drop(h))),
+    "dropout itself": lambda m, h: F.relu(F.dropout(h, 0.3, m.training, True), True),
+    "another function": lambda m, h: F.leaky_relu(F.dropout(h, 0.3, m.training), 0.1, True),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN.values(), ids=list(WRITTEN))
+def test_in_place_steps(form: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(5)
+    fast = same(_Written(form), FLAT)
+    assert fired(fast)["fuse-mlp"] == 1

@@ -145,8 +145,23 @@ class Saved(Rows):
         return y
 
 
-def test_a_write_past_autograd_that_only_gradients_see_stays() -> None:
-    plain = Saved()
+class SavedElsewhere(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.rows(ids).sum(1).detach() * 1.0
+        y = self.deep(h).sum(1)  # keeps h for the gradient of its weight
+        other = torch.zeros_like(h)
+        other.set_(h)
+        other.fill_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("kind", [Saved, SavedElsewhere])
+def test_a_write_past_autograd_that_only_gradients_see_stays(kind: type[Rows]) -> None:
+    plain = kind()
     fast = recast.optimize(plain, example=IDS, strict=True)
     want = _step(plain)
     torch.testing.assert_close(_step(fast), want)
