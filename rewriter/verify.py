@@ -101,8 +101,8 @@ def _home(node: Node, root: nn.Module) -> str | None:
 
 
 def _alone(value: Node, user: Node, root: nn.Module) -> bool:
-    """Whether ``user`` alone sees the memory of ``value``: it is new, or handed on by dropout, or by
-    a write in place, from such a one.
+    """Whether ``user`` alone sees the memory of ``value``, which is new, or handed on from such a one
+    by dropout or a write.
     """
     if sole_user(value) is not user:
         return False

@@ -69,6 +69,9 @@ def record(
     plain = kind != "call_module" and not beyond
     in_place = plain and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
+    by_layer = args if frozen and not own and getattr(layer, "inplace", False) else ()
+    if any(learns(tracer, one) or of_batch(tracer, one) for one in by_layer):
+        tracer.refuse(_WRITES_FROZEN)
     learning = None  # what is written to, if what it is computed from may ask for gradients
     if in_place:
         args, kwargs = _target_first(args, kwargs)

@@ -21,6 +21,7 @@ class Model(nn.Module):
     def __init__(self, inside: Callable[[Model, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.drop, self.inside = nn.Linear(4, 4), nn.Dropout(0.3), inside
+        self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
@@ -58,10 +59,19 @@ def test_gradients(inside: Callable[[Model, Tensor], Tensor], captured: bool) ->
         torch.testing.assert_close(got[1], got[0])
 
 
-def test_writing_to_what_learns_stays_with_torch() -> None:
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda _, h: h.clamp_(-0.1, 0.1),
+        lambda _, h: F.leaky_relu(h, 0.1, True),
+        lambda model, h: model.act(h),
+    ],
+    ids=["a method", "a function", "a layer"],
+)
+def test_writing_to_what_learns_stays_with_torch(inside: Callable[..., Tensor]) -> None:
     """Such a write changes the numbers and leaves the gradients, which no new value could do."""
     torch.manual_seed(0)
-    model, x = Model(lambda _, h: h.clamp_(-0.1, 0.1)), torch.randn(6, 4)
+    model, x = Model(inside), torch.randn(6, 4)
     fast = recast.optimize(model, example=x)
     assert "writes under torch.no_grad" in str(fast.report)
     upstream = torch.randn(6, 4)
