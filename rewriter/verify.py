@@ -101,8 +101,8 @@ def _home(node: Node, root: nn.Module) -> str | None:
 
 
 def _alone(value: Node, user: Node, root: nn.Module) -> bool:
-    """Whether ``user`` alone sees the memory of ``value``, which is new, or handed on from such a one
-    by dropout or a write.
+    """Whether ``user`` alone sees the memory of ``value``: new, or handed on from a value of this
+    kind by dropout or a write.
     """
     if sole_user(value) is not user:
         return False

@@ -34,10 +34,7 @@ _FOLD = 1 << 20  # constants of at most so many entries are kept rather than com
 def functional(tracer: Tracer) -> None:
     """``a += b`` becomes ``a = a + b`` where the difference cannot be seen."""
     place = {node: k for k, node in enumerate(tracer.graph.nodes)}
-    owners: dict[int, list[Node]] = {}
-    for node, held in tracer.storages.items():
-        owners.setdefault(held, []).append(node)
-    sharing = _sharing(tracer)
+    owners, sharing = _owners(tracer), _sharing(tracer)
     for node in tracer.graph.nodes:
         plain = OUT_OF_PLACE.get(node.target) if callable(node.target) else None
         if node.op != "call_function" or plain is None:
@@ -62,20 +59,20 @@ def functional(tracer: Tracer) -> None:
             tracer.storages[n] = -place[node]
         owners[storage] = before
         owners[-place[node]] = after
-    _drop_lost(tracer, place, owners, sharing)
     targets = (target(n, tracer) for n in tracer.graph.nodes)
     written = (tracer.storages.get(t) for t in targets if t is not None)
     tracer.written = {storage for storage in written if storage is not None} | tracer.outs
 
 
-def _drop_lost(
-    tracer: Tracer, place: dict[Node, int], owners: dict[int, list[Node]],
-    sharing: dict[Node, list[Node]],
-) -> None:  # fmt: skip
-    """Drop writes in place that nobody reads: a graph would keep them for their effect, and with
-    them all that they are computed from. One through ``x.data`` or ``set_`` stays: what torch
-    saved for backward sees it.
+def drop_lost(tracer: Tracer) -> None:
+    """Drop writes in place that nobody reads, once all questions are asked: a graph would keep them
+    for their effect, and with them all that they are computed from. One through ``x.data`` or
+    ``set_`` stays: what torch saved for backward sees it.
     """
+    if not tracer.written:
+        return
+    place = {node: k for k, node in enumerate(tracer.graph.nodes)}
+    owners, sharing = _owners(tracer), _sharing(tracer)
     unread: set[Node] = set()
     for node in reversed(list(tracer.graph.nodes)):
         if not unread.issuperset(node.users):
@@ -95,6 +92,14 @@ def _drop_lost(
         if not (seen or past or kept) and all(map(_fresh, held)):
             node.replace_all_uses_with(old)
             tracer.graph.erase_node(node)
+
+
+def _owners(tracer: Tracer) -> dict[int, list[Node]]:
+    """The nodes in each piece of memory."""
+    found: dict[int, list[Node]] = {}
+    for node, held in tracer.storages.items():
+        found.setdefault(held, []).append(node)
+    return found
 
 
 def _exchanges(node: Node) -> bool:

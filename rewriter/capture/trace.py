@@ -323,6 +323,7 @@ def _finish(
     tidy.functional(tracer)
     squeezes = squeezed(tracer)
     asks, guards, by_size = ask(tracer)
+    tidy.drop_lost(tracer)
     default_dtype = tidy.fold(tracer)
     tidy.prune(graph)
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))

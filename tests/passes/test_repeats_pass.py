@@ -80,14 +80,14 @@ def test_several_weights_a_copy() -> None:
 def _stale(m: Any, x: Tensor) -> Tensor:
     rows = COPYING["repeated"](x)
     x.add_(1.0)
-    return _several(m, rows)
+    return _several(m, rows) + x.sum()
 
 
 def _written(m: Any, x: Tensor) -> Tensor:
     rows = COPYING["expanded"](x)  # torch's product keeps a copy of them for backward
     out = _several(m, rows)
     x.mul_(3.0)
-    return out
+    return out + x.sum()
 
 
 def test_the_batch_size_by_a_call() -> None:
