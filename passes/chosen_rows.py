@@ -1,4 +1,5 @@
-"""Rows that a mask chooses, ``x[mask]``: as many as it says, each made of its own row of the batch.
+"""Rows that a mask chooses, ``x[mask]``: as many as it says, each made of its own row of the batch;
+and groups of rows that follow each other, ``x.view(-1, 2, 6)``.
 
 Their means are by how many there are, on each rank, and on all. What else is computed along them is
 not known, and then they are told of.
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Node, is_call, is_method
+from recast.rewriter.ir import Node, is_call, is_method, note
 
 from .leaf import argument, spec_of
 from .own_rows import ALONG
 from .place_writes import found_by_mask
 from .row_counts import counts_places, name_of, starts_with_rows
+from .row_order import groups
 
 # losses that may leave out rows, whose mean is by the others' number or weights
 OF_CLASSES = (
@@ -35,7 +37,11 @@ def chooses(node: Node) -> bool:
 
 
 def finds_rows(node: Node) -> bool:
-    """Whether ``node`` is ``x[index]`` of the rows of the batch, or of several for each."""
+    """Whether ``node`` is ``x[index]`` of the rows of the batch, or of several for each, or groups
+    of them.
+    """
+    if groups(node):
+        return True
     if not is_call(node, operator.getitem) or not starts_with_rows(node.args[0]):
         return False
     key = _first(node.args[1])
@@ -58,13 +64,18 @@ def chosen(x: Any) -> bool:
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
+    """The sizes of ``x``; of ``unbind`` those of one of its tensors."""
     spec = spec_of(x)
+    if spec is None and isinstance(x, Node) and name_of(x) == "unbind":
+        spec = note(x).spec[0]
     return () if spec is None else tuple(spec.shape)
 
 
 def _chooses(node: Node) -> bool:
     if is_call(node, torch.masked_select) or is_method(node, "masked_select"):
         return starts_with_rows(node.args[0])
+    if groups(node):
+        return isinstance(_shape(node)[0], str)
     return finds_rows(node) and found_by_mask(_first(node.args[1]))
 
 
@@ -80,15 +91,18 @@ def _is_known(node: Node) -> bool:
             name = name_of(user)
             if name in _SPREAD and len({_place(n) for n in user.all_input_nodes} - {None}) > 1:
                 return False  # pairs of them
-            if name in ("mean", "sum", *_INTO) or "reduction" in user.kwargs:
-                continue
-            if is_call(user, *OF_CLASSES):
-                continue
             first, *others = *_shape(user), None
+            kept = first == _shape(node)[0]
+            sums = (
+                name in ("mean", "sum") or "reduction" in user.kwargs or is_call(user, *OF_CLASSES)
+            )
+            if (sums and not kept) or name in _INTO:
+                continue
             if (
-                first != _shape(node)[0]
+                not kept
                 or any(isinstance(n, str) for n in others)
                 or (name in ALONG and not _along_others(user, name))
+                or (is_call(user, operator.getitem) and not _of_each(user))
             ):
                 return False
             if user not in seen:
@@ -100,6 +114,11 @@ def _is_known(node: Node) -> bool:
 def _place(x: Any) -> int | None:
     """The dimension of ``x``, counted from the last, whose size varies."""
     return next((-k for k, n in enumerate(reversed(_shape(x)), 1) if isinstance(n, str)), None)
+
+
+def _of_each(node: Node) -> bool:
+    """Whether ``node`` is a part of each row: ``x[:, 0]``, or one of several tensors."""
+    return spec_of(node.args[0]) is None or _first(node.args[1]) in (slice(None), ...)
 
 
 def _along_others(node: Node, name: str) -> bool:

@@ -26,6 +26,7 @@ from .row_counts import (
     over_rows,
     rows_of,
 )
+from .row_order import reorders
 from .row_sums import is_mean
 
 # what makes rows of other rows, along a dimension that is told, and which one by default
@@ -38,7 +39,7 @@ ALONG: dict[str, int | None] = {
 _ALONG_TWO = {"tril", "triu", "diag", "diagonal", "renorm"}
 # what takes some of them
 _PARTS = {"getitem", "narrow", "chunk", "split", "tensor_split", "unbind"}
-_OF_ALL = {"unique", "bincount", "fliplr", "flipud", "msort"}
+_OF_ALL = {"unique", "bincount", "fliplr", "flipud", "msort", "combinations", "cartesian_prod"}
 # a mean of such values of all ranks is one of the means
 _LINEAR = {
     "add", "sub", "neg", "mul", "truediv", "div", "iadd", "isub", "sum", "mean", "stack", "cat",
@@ -114,7 +115,7 @@ def of_other_rows(node: Node) -> bool:
     if not read:  # parameter[:B]
         part = name in ("getitem", "narrow", "cat", "concat") and bool(batch_dims(node))
         return part and any(spec_of(n) is not None for n in node.all_input_nodes)
-    if name in _OF_ALL or writes_places(node):
+    if name in _OF_ALL or writes_places(node) or reorders(node):
         return True
     if name in ALONG:
         return _along_rows(node, name)

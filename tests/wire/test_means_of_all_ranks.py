@@ -101,6 +101,9 @@ NUMBERS: dict[str, Form] = {
     "selected": lambda u, v, ids: torch.masked_select((u * v).sum(1), ids > 1).mean(),
     "losses of chosen": lambda u, v, ids: F.mse_loss(u[ids > 1], v[ids > 1]),
     "classes of chosen": lambda u, v, ids: F.cross_entropy(u[ids > 1], ids[ids > 1]),
+    "mean of pairs of rows": lambda u, v, ids: (
+        (u * v).sum(1).repeat(2).view(2, -1).t().reshape(-1, 2).sigmoid().mean().log()
+    ),
     "left out": lambda u, v, ids: F.cross_entropy(u, torch.where(ids > 1, ids, -100)),
     "weighed": lambda u, v, ids: F.cross_entropy(u, ids, weight=torch.arange(6).to(u) / 50),
     "the log by hand": lambda u, v, ids: ((u * v).square().sum() / u.size(0)).log(),
@@ -253,6 +256,29 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
     "lengths of columns": (lambda u, v, ids: (u.renorm(2, 1, 1.0) * v).sum(1), {"renorm"}),
     "windows": (lambda u, v, ids: u.sum(1) + v.unfold(0, 2, 1).mean(), {"unfold"}),
     "in place": (lambda u, v, ids: (u.clone().cumsum_(0) * v).sum(1), {"cumsum_"}),
+    "shifts of chosen": (
+        lambda u, v, ids: u.sum(1) * v[ids > 1].mean(1).cumsum(0).mean(), {"getitem"}
+    ),
+    "rest of chosen": (lambda u, v, ids: (u.sum(1) * v[ids > 1][1:].mean()), {"getitem"}),
+    "first of pairs": (
+        lambda u, v, ids: (u.repeat_interleave(2, 0)[: u.size(0)] * v).sum(1), {"getitem"}
+    ),
+    "half of stacked": (
+        lambda u, v, ids: (torch.stack([u, v], 1).flatten(0, 1).chunk(2)[1] * v).sum(1), {"chunk"}
+    ),
+    "every second of blocks": (
+        lambda u, v, ids: (torch.cat([u, v])[::2] * v).sum(1), {"getitem"}
+    ),
+    "blocks side by side": (
+        lambda u, v, ids: torch.cat([u, v]).reshape(-1, 12).softmax(1)[:, 0], {"reshape"}
+    ),
+    "columns in rows": (lambda u, v, ids: (u.t().reshape(-1, 6) * v).sum(1), {"reshape"}),
+    "halves by shape": (
+        lambda u, v, ids: F.relu(u.view(2, -1, 6)[0] - v.view(2, -1, 6)[1]).mean(), {"reshape"}
+    ),
+    "order of groups": (
+        lambda u, v, ids: u.view(-1, 2, 6).sum(1).cumsum(0).square().mean(), {"reshape"}
+    ),
     "halves": (lambda u, v, ids: (lambda a, b: (a - b).square().mean())(*u.chunk(2)), {"chunk"}),
     "several for each": (
         lambda u, v, ids: (u.reshape(-1).softmax(0).view(-1, 6) * v).sum(1), {"softmax"}
@@ -312,6 +338,12 @@ def own_writes(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
             )
         ),
         lambda u, v, ids: u[ids > 1],
+        lambda u, v, ids: (
+            (torch.cat([u, v, u]).tanh().view(3, -1, 6)[2] * torch.cat([u, v])[: u.size(0)]).sum(1)
+            + torch.stack([u, v], 1).view(-1, 6)[::2].sum(1)
+        ),
+        lambda u, v, ids: F.relu(1 - torch.sub(*(u * v).sum(1).view(-1, 2).unbind(1))),
+        lambda u, v, ids: (u.sum(1).view(-1, 2).log_softmax(1) * v.view(-1, 12)[:, :2]).sum(1),
         lambda u, v, ids: (
             torch.stack([u, v], 1).tril().diagonal(0, 1, 2).sum(1) + u.renorm(2, 0, 1.0).sum(1)
         ),
