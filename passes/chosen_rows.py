@@ -18,7 +18,7 @@ from recast.rewriter.ir import Node, is_call, is_method, note
 from .leaf import argument, spec_of
 from .own_rows import ALONG
 from .place_writes import found_by_mask
-from .row_counts import counts_places, name_of, starts_with_rows
+from .row_counts import counts_places, name_of, starts_with_rows, takes_each
 from .row_order import groups
 
 # losses that may leave out rows, whose mean is by the others' number or weights
@@ -102,7 +102,7 @@ def _is_known(node: Node) -> bool:
                 not kept
                 or any(isinstance(n, str) for n in others)
                 or (name in ALONG and not _along_others(user, name))
-                or (is_call(user, operator.getitem) and not _of_each(user))
+                or (is_call(user, operator.getitem) and not takes_each(user))
             ):
                 return False
             if user not in seen:
@@ -114,11 +114,6 @@ def _is_known(node: Node) -> bool:
 def _place(x: Any) -> int | None:
     """The dimension of ``x``, counted from the last, whose size varies."""
     return next((-k for k, n in enumerate(reversed(_shape(x)), 1) if isinstance(n, str)), None)
-
-
-def _of_each(node: Node) -> bool:
-    """Whether ``node`` is a part of each row: ``x[:, 0]``, or one of several tensors."""
-    return spec_of(node.args[0]) is None or _first(node.args[1]) in (slice(None), ...)
 
 
 def _along_others(node: Node, name: str) -> bool:

@@ -32,6 +32,7 @@ from .own_rows import of_other_rows, shifts_softmax, why_not_mean
 from .row_counts import (
     batch_dims,
     computes_with_rows,
+    finds_places,
     makes_no_rows,
     name_of,
     only_finds,
@@ -115,6 +116,8 @@ def of_places(node: Node) -> bool:
         # as an index, or told among those of all
         known = own_positions, all_positions, own_block
         return not (all(is_call(user, *known) for user in node.users) or only_finds(node))
+    if finds_places(node):
+        return not only_finds(node)
     return computes_with_rows(node) and not is_sum_by_rows(node)
 
 

@@ -7,10 +7,20 @@ from typing import Any
 
 import torch
 
-from recast.rewriter.ir import Node, is_call, is_method
+from recast.rewriter.ir import Node, is_call
 
 from .leaf import argument, spec_of
-from .row_counts import keys_of, name_of, repeats_places, rows_of, size_name, starts_with_rows
+from .row_counts import (
+    SQUEEZES,
+    finds_places,
+    keys_of,
+    name_of,
+    repeats_places,
+    rows_of,
+    size_name,
+    starts_with_rows,
+    takes_each,
+)
 
 _WRITES = {
     "index_fill", "index_copy", "index_add", "index_reduce", "scatter", "scatter_add",
@@ -44,9 +54,10 @@ def found_by_mask(key: Any) -> bool:
         spec = spec_of(key)
         if spec is not None and spec.dtype is torch.bool:
             return starts_with_rows(key)
-        if is_call(key, torch.where, torch.nonzero) or is_method(key, "nonzero"):
-            return len(key.args) == 1 and starts_with_rows(key.args[0])
-        if not is_call(key, operator.getitem, torch.squeeze) and not is_method(key, "squeeze"):
+        if finds_places(key):
+            return starts_with_rows(key.args[0])
+        part = is_call(key, operator.getitem) and takes_each(key)
+        if not part and name_of(key) not in SQUEEZES:
             return False
         key = key.args[0]
     return False

@@ -13,11 +13,13 @@ from .leaf import argument, spec_of
 
 # of vectors that count rows, what still does
 _COUNTING = {"to", "long", "int", "float", "double", "unsqueeze", "type_as"}
+SQUEEZES = {"squeeze", "flatten", "unbind"}  # of a column of places
 _REPEATS = {"repeat_interleave", "repeat", "expand", "reshape", "view", "flatten"}
+_BY_INDEX = {"index_select", "index_add", "index_copy", "index_fill", "gather", "scatter_add"}
 # what takes the number of rows for a size of its result
 MAKERS = {
     "arange", "eye", "ones", "zeros", "full", "empty", "rand", "randn", "randint", "new_zeros",
-    "new_ones", "new_empty", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like",
+    "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "full_like",
     "empty_like",
 }  # fmt: skip
 _SHAPED = {
@@ -26,7 +28,17 @@ _SHAPED = {
 }  # fmt: skip
 _FILLS = {"full": 1, "full_like": 1, "new_full": 2}  # the place of their value
 # what reads no values of some of its inputs
-LIKE = {*MAKERS, "to", "type_as", "view_as", "reshape_as", "getattr", "size", "setattr"}
+LIKE = {
+    *MAKERS,
+    "new_tensor",
+    "to",
+    "type_as",
+    "view_as",
+    "reshape_as",
+    "getattr",
+    "size",
+    "setattr",
+}
 
 
 # ---------------------------------------------------------------- dimensions
@@ -102,19 +114,52 @@ def _only_adds_dimensions(key: Any) -> bool:
     return all(one is None or one == slice(None) for one in keys_of(key))
 
 
+def finds_places(node: Node) -> bool:
+    """Whether ``node`` returns the places where a mask of the rows is true."""
+    found = name_of(node) in ("where", "nonzero", "argwhere") and len(node.args) == 1
+    spec = spec_of(node.args[0]) if found else None
+    return spec is not None and bool(rows_of(spec))
+
+
 def only_finds(places: Node) -> bool:
-    """Whether ``places``, which count the rows of the batch, say nothing but which row is meant, as
-    in ``rows[arange(B), last]``.
+    """Whether ``places``, which count the rows of the batch, or some of them, say nothing but which
+    row is meant, as in ``rows[arange(B), last]``.
     """
     return bool(places.users) and all(_finds(user, places) for user in places.users)
 
 
 def _finds(user: Node, places: Node) -> bool:
     name, args = name_of(user), user.args
-    if name in ("getitem", "setitem", "index_put", "index_put_"):
+    if name in ("getitem", "setitem", "index_put", "index_put_") and args[0] is not places:
         dim = next((d for d, key in enumerate(keys_of(args[1])) if key is places), None)
-        return dim in batch_dims(args[0]) and places not in args[2:]
-    return name in _COUNTING | _REPEATS and args[0] is places and only_finds(user)
+        spec = spec_of(args[0])
+        return spec is not None and dim in rows_of(spec) and not any(a is places for a in args[2:])
+    if name.removesuffix("_") in _BY_INDEX:
+        by = len(args) > 2 and args[2] is places and args[1] in (0,)
+        return by and starts_with_rows(args[0])
+    if args[:1] != (places,):
+        return False
+    if is_call(user, operator.getitem):
+        if finds_places(places) and spec_of(places) is None and args[1] not in _mask_rows(places):
+            return all(_is_key(one, user) for one in user.users)  # of ``i, j = where(mask)`` j
+        return takes_each(user) and (only_finds(user) or not user.users)
+    return name in SQUEEZES | _COUNTING | _REPEATS and only_finds(user)
+
+
+def _is_key(user: Node, key: Node) -> bool:
+    known = name_of(user) in ("getitem", "setitem", "index_put", "index_put_")
+    return known and any(one is key for one in keys_of(user.args[1])) and user.args[0] is not key
+
+
+def _mask_rows(places: Node) -> set[int]:
+    spec = spec_of(places.args[0])
+    return set() if spec is None else rows_of(spec)
+
+
+def takes_each(node: Node) -> bool:
+    """Whether ``x[key]`` is a part of each row, ``x[:, 0]``, or one of several tensors."""
+    first: object = keys_of(node.args[1])[0]
+    return first is None or first is ... or first == slice(None) or spec_of(node.args[0]) is None
 
 
 def keys_of(key: Any) -> tuple[Any, ...]:
@@ -163,9 +208,25 @@ def computes_with_rows(node: Node) -> bool:
     name = name_of(node)
     if name in _FILLS:
         return counts_rows(argument(node, _FILLS[name], "fill_value"))
-    if not isinstance(note(node).spec, Spec) or name in _SHAPED:
+    if is_call(node, operator.getitem):
+        return _at_number(node)
+    if name in _SHAPED or not isinstance(note(node).spec, (Spec, tuple)):
         return False
     return any(map(counts_rows, node.all_input_nodes))
+
+
+def _at_number(node: Node) -> bool:
+    """Whether ``node`` takes what their number tells, but no rows: ``w[B]``."""
+    spec = spec_of(node.args[0])
+    keys = keys_of(node.args[1])
+    if spec is None or None in keys or ... in keys:
+        return False
+    bounds = (
+        (key.start, key.stop, key.step) if isinstance(key, slice) else (key,)
+        for d, key in enumerate(keys)
+        if d not in rows_of(spec) and not (d == 0 and batch_dims(node))
+    )
+    return any(counts_rows(n) for one in bounds for n in one)
 
 
 def takes_for_size(user: Node, number: Node) -> bool:

@@ -238,6 +238,16 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         {PLACES},
     ),
     "places alone": (lambda u, v, ids: (u * v).sum(1) * torch.arange(u.size(0)), {PLACES}),
+    "places of a mask": (
+        lambda u, v, ids: (u * v).sum(1) * (ids > 1).nonzero().double().mean(), {PLACES}
+    ),
+    "the first of a mask": (
+        lambda u, v, ids: (u * v).sum(1) * u[(ids > 1).nonzero()[0]].mean(), {"getitem", PLACES}
+    ),
+    "a tensor of their number": (
+        lambda u, v, ids: (u * v).sum(1) * u.new_tensor(u.size(0)), {NUMBER}
+    ),
+    "as many columns": (lambda u, v, ids: u[:, : u.size(0)].sum(1) * v.sum(1), {NUMBER}),
     "normalised": (
         lambda u, v, ids: F.normalize(u, dim=0).sum(1) + v.mean(0).sum(),
         {"normalize", "mean"},
@@ -341,6 +351,12 @@ def own_writes(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         lambda u, v, ids: (
             (torch.cat([u, v, u]).tanh().view(3, -1, 6)[2] * torch.cat([u, v])[: u.size(0)]).sum(1)
             + torch.stack([u, v], 1).view(-1, 6)[::2].sum(1)
+        ),
+        lambda u, v, ids: (
+            (lambda b, k: torch.zeros_like(u).index_add(0, b, u[b, k][:, None] * v[b]))(
+                *torch.where(u > 0)
+            )
+            + u.new_tensor(0.5)
         ),
         lambda u, v, ids: F.relu(1 - torch.sub(*(u * v).sum(1).view(-1, 2).unbind(1))),
         lambda u, v, ids: (u.sum(1).view(-1, 2).log_softmax(1) * v.view(-1, 12)[:, :2]).sum(1),
