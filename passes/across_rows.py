@@ -25,6 +25,8 @@ _SEQUENCES = nn.RNNBase, nn.MultiheadAttention
 _FIRST = _ConvNd, _MaxPoolNd, _AvgPoolNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm
 _FUNCTIONS = {
     "conv1d", "conv2d", "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "group_norm",
+    "lp_pool1d", "lp_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool1d",
+    "adaptive_max_pool2d", "local_response_norm", "interpolate",
     "instance_norm", "gru.default", "lstm.default",
 }  # fmt: skip
 

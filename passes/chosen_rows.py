@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method, note
 
 from .leaf import argument, spec_of
-from .own_rows import ALONG
+from .own_rows import ALONG, told_dim
 from .place_writes import found_by_mask
 from .row_counts import counts_places, name_of, starts_with_rows, takes_each
 from .row_order import groups
@@ -119,6 +119,5 @@ def _place(x: Any) -> int | None:
 def _along_others(node: Node, name: str) -> bool:
     """Whether ``node`` is computed along another dimension than the first."""
     spec = spec_of(argument(node, 0, "input"))
-    index = 2 if name in ("roll", "diff", "topk", "kthvalue", "normalize") else 1
-    dim = argument(node, index, "dim", ALONG[name])
+    dim = told_dim(node, name)
     return spec is not None and isinstance(dim, int) and dim % len(spec.shape) != 0

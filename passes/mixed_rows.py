@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recast.rewriter import order
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Node, Spec, is_call
 from recast.rewriter.rule import resolve
 from recast.runtime.ranks.batch_of_all import (
@@ -52,6 +54,7 @@ _OF: dict[Any, str] = {getattr(torch, name): name for name in _REDUCE if hasattr
 
 _KNOWN = frozenset({"mean", "sum"})  # they may be those of all ranks
 _LAYERS = nn.CrossEntropyLoss, nn.NLLLoss
+_KNOWN_OPERATORS = {None, "aten", "prims", "recast", "fbgemm", "torchvision"}
 _PLACES = ("arange", "zeros", "new_zeros", "full", "zeros_like", "own_positions")
 
 
@@ -89,7 +92,7 @@ def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
         return Mixed("mean", known=True) if vector else _of_number(node, "mean")
     spec = spec_of(node.args[0]) if name is not None and node.args else None
     if name is None or spec is None or not spec.shape:
-        return _of_function(node, made, root)
+        return _of_function(node, made, root) or _kept_whole(node, root)
     dims = _dims(node, name, len(spec.shape))
     if chosen(node.args[0]) and dims is not None and 0 in dims:
         sizes = (sizes_of_all, (node.args[0], 0)) if name == "mean" else None
@@ -125,7 +128,8 @@ def _name(node: Node) -> str | None:
     if node.op == "call_method":
         name = str(node.target) if node.target in _REDUCE else None
     else:
-        name = _OF.get(node.target) if node.op == "call_function" else None
+        aten = name_of(node) if isinstance(node.target, torch._ops.OpOverload) else None
+        name = aten if aten in _REDUCE else _OF.get(node.target)
     return None if name is None else _SUMS.get(name, name)
 
 
@@ -178,6 +182,29 @@ def _of_function(node: Node, made: Spec | None, root: nn.Module) -> Mixed | None
     if by_itself or why_not_mean(node) is not None:
         return Mixed(name_of(node), loss=True)
     return None
+
+
+def _kept_whole(node: Node, root: nn.Module) -> Mixed | None:
+    """Of what nobody looked into: a function or a layer of the user, an operator of others."""
+    if not any(map(_has_rows, node.all_input_nodes)):
+        return None
+    if node.op == "call_module":
+        layer = root.get_submodule(str(node.target))
+        name, home = type(layer).__name__, type(layer).__module__
+        known = not order.foreign(layer) or home.startswith("torch.nn.utils.")  # parametrized
+    else:
+        known, name = _operators(node.target) in _KNOWN_OPERATORS, name_of(node)
+    return None if known else Mixed(f"call of {name}, kept whole, perhaps,", loss=True)
+
+
+def _operators(target: Any) -> str | None:
+    """The library of an operator; ``""`` of a function of the user, None of all else."""
+    if isinstance(target, OpaqueCall):
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace
+    packet = isinstance(target, torch._ops.OpOverloadPacket)
+    return target._qualified_op_name.partition("::")[0] if packet else None
 
 
 def _of_classes(node: Node, loss: Any, root: nn.Module) -> Mixed | None:

@@ -34,12 +34,29 @@ ALONG: dict[str, int | None] = {
     "cumsum": None, "cumprod": None, "logcumsumexp": None, "cummax": None, "cummin": None,
     "flip": None, "softmax": None, "log_softmax": None, "sort": -1, "argsort": -1, "diff": -1,
     "roll": None, "topk": -1, "kthvalue": -1, "max": None, "min": None, "median": None,
-    "normalize": 1, "softmin": None, "unfold": None,
+    "normalize": 1, "softmin": None, "unfold": None, "_softmax": None, "_log_softmax": None,
+    "gradient": None, "cumulative_trapezoid": -1,
+    "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1, "fft_irfft": -1,
 }  # fmt: skip
-_ALONG_TWO = {"tril", "triu", "diag", "diagonal", "renorm"}
+_AT = {"gradient": 9, "cumulative_trapezoid": 9}  # the place of ``dim``, else 1
+_AT |= dict.fromkeys(("roll", "diff", "topk", "kthvalue", "normalize"), 2)
+_AT |= dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), 2)
+_ALONG_TWO = {
+    "tril", "triu", "diag", "diagonal", "renorm", "rot90", "linalg_pinv", "pinverse", "linalg_qr",
+    "linalg_svd", "svd", "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2",
+}  # fmt: skip
 # what takes some of them
-_PARTS = {"getitem", "narrow", "chunk", "split", "tensor_split", "unbind"}
-_OF_ALL = {"unique", "bincount", "fliplr", "flipud", "msort", "combinations", "cartesian_prod"}
+_PARTS = {"getitem", "pad", "narrow", "chunk", "split", "tensor_split", "unbind"}
+_OF_ALL = {
+    "unique",
+    "bincount",
+    "fliplr",
+    "flipud",
+    "msort",
+    "combinations",
+    "cartesian_prod",
+    "kron",
+}
 # a mean of such values of all ranks is one of the means
 _LINEAR = {
     "add", "sub", "neg", "mul", "truediv", "div", "iadd", "isub", "sum", "mean", "stack", "cat",
@@ -121,6 +138,8 @@ def of_other_rows(node: Node) -> bool:
         return _along_rows(node, name)
     if name in _ALONG_TWO:
         return _along_two(node, name)
+    if name == "isin":
+        return bool(_row_dims(argument(node, 1, "test_elements")))
     if name == "embedding":
         return bool(_row_dims(argument(node, 1, "weight")))
     source = node.args[0] if node.args else None
@@ -139,11 +158,17 @@ def of_other_rows(node: Node) -> bool:
     return False
 
 
+def told_dim(node: Node, name: str) -> Any:
+    """The dimension, or several, along which ``node`` works, which is one of ``ALONG``."""
+    return argument(
+        node, _AT.get(name, 1), "dims" if name in ("flip", "roll") else "dim", ALONG[name]
+    )
+
+
 def _along_rows(node: Node, name: str) -> bool:
     source = argument(node, 0, "input")
     rows, spec = _row_dims(source), spec_of(source)
-    index = 2 if name in ("roll", "diff", "topk", "kthvalue", "normalize") else 1
-    dims = argument(node, index, "dims" if name in ("flip", "roll") else "dim", ALONG[name])
+    dims = told_dim(node, name)
     if is_method(node, "flip"):
         dims = node.args[1:] if len(node.args) > 1 else dims
     if isinstance(dims, int):
@@ -169,6 +194,8 @@ def _along_two(node: Node, name: str) -> bool:
     dims: tuple[Any, ...] = (rank - 2, rank - 1)
     if name == "diagonal":
         dims = argument(node, 2, "dim1", 0), argument(node, 3, "dim2", 1)
+    elif name == "rot90":
+        dims = tuple(argument(node, 2, "dims", (0, 1)))
     elif name == "renorm":
         kept = argument(node, 2, "dim")
         dims = tuple(d for d in range(rank) if not isinstance(kept, int) or d != kept % rank)

@@ -51,7 +51,9 @@ def batch_dims(node: Any) -> list[int]:
 
 
 def name_of(node: Node) -> str:
-    """``"sum"``, of the function as of the method."""
+    """``"sum"``, of the function as of the method, and of torch's own operator."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        return node.target.overloadpacket.__name__
     return str(getattr(node.target, "__name__", node.target))
 
 

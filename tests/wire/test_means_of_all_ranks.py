@@ -270,6 +270,12 @@ LEFT: dict[str, tuple[Form, set[str]]] = {
         lambda u, v, ids: u.sum(1) * v[ids > 1].mean(1).cumsum(0).mean(), {"getitem"}
     ),
     "rest of chosen": (lambda u, v, ids: (u.sum(1) * v[ids > 1][1:].mean()), {"getitem"}),
+    "operator": (lambda u, v, ids: (torch.ops.aten.cumsum.default(u, 0) * v).sum(1), {"cumsum"}),
+    "turned": (lambda u, v, ids: (u.rot90(2) * v).sum(1), {"rot90"}),
+    "among others": (lambda u, v, ids: (u * v).sum(1) * torch.isin(ids, ids + 1), {"isin"}),
+    "slopes": (lambda u, v, ids: torch.gradient((u * v).sum(1))[0], {"gradient"}),
+    "waves": (lambda u, v, ids: (torch.fft.fft(u, dim=0).real * v).sum(1), {"fft_fft"}),
+    "inverse": (lambda u, v, ids: (torch.linalg.pinv(u).t() * v).sum(1), {"linalg_pinv"}),
     "first of pairs": (
         lambda u, v, ids: (u.repeat_interleave(2, 0)[: u.size(0)] * v).sum(1), {"getitem"}
     ),
@@ -413,3 +419,46 @@ def test_layers_along_the_batch_are_told(form: str, turned: bool) -> None:
     missed = [m for m in fast.report.journal.missed if m.rule == "synchronise-means"]
     assert bool(missed) != turned
     assert all("over the rows of the batch: on several ranks" in m.why for m in missed)
+
+
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - torch.from_numpy(x.numpy().mean(0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad - grad.mean(0)
+
+
+@torch.library.custom_op("tests_of_means::flipped", mutates_args=())
+def flipped(x: Tensor) -> Tensor:
+    return x.flip(0)
+
+
+flipped.register_fake(torch.empty_like)
+
+
+class Hooked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_forward_hook(lambda layer, given, made: made - made.mean(0))
+
+
+@pytest.mark.parametrize("layer", [Hooked(), lambda x: Centred.apply(x), flipped])
+def test_what_is_kept_whole_may_mix_rows_and_is_told_of(layer: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer if isinstance(layer, nn.Module) else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = x if self.layer is None else self.layer(x)
+            made = layer(made) if self.layer is None else made
+            return (made * x / x.square().mean()).sum(1)
+
+    fast = recast.optimize(Model(), example=torch.randn(8, 6), passes=PASSES)
+    journal = fast.report.journal
+    (missed,) = [m for m in journal.missed if m.rule == "synchronise-means"]
+    assert "kept whole, perhaps, over the rows of the batch: on several ranks" in missed.why
+    assert [e for e in journal.fired if e.rule == "synchronise-means"], "the mean is of all ranks"
