@@ -75,6 +75,8 @@ class Mixed:
 
 def mixed_rows(node: Node, root: nn.Module) -> Mixed | None:
     """What ``node`` does along the rows of the batch; None: nothing, or it is a loss."""
+    if order.communicates(node):
+        return Mixed(name_of(node))
     name, made = _name(node), spec_of(node)
     if node.users and all(is_call(user, *OF_ALL) for user in node.users):
         return None  # by SynchronisePairs

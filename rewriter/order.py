@@ -152,7 +152,7 @@ def writes(node: Node, root: nn.Module) -> bool:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             return any(n.op != "get_attr" for n in written(node))
-        if isinstance(target, OpaqueCall):
+        if isinstance(target, OpaqueCall) or communicates(node):
             return True
         name = getattr(target, "__name__", "")
         if target in (operator.setitem, operator.delitem) or asserts(node):
@@ -211,6 +211,12 @@ def droppable(node: Node, root: nn.Module) -> bool:
     if isinstance(node.target, torch._ops.OpOverload) and written(node):
         return False
     return movable(node, root)
+
+
+def communicates(node: Node) -> bool:
+    """Whether ``node`` is a call of ``torch.distributed`` that the model makes itself."""
+    home = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_function" and home.startswith("torch.distributed.")
 
 
 def keeps_statistics(node: Node, root: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import processes, run
 from test_pairs_of_all_ranks import Form, Towers, batch, learnt
@@ -462,3 +463,20 @@ def test_what_is_kept_whole_may_mix_rows_and_is_told_of(layer: Any) -> None:
     (missed,) = [m for m in journal.missed if m.rule == "synchronise-means"]
     assert "kept whole, perhaps, over the rows of the batch: on several ranks" in missed.why
     assert [e for e in journal.fired if e.rule == "synchronise-means"], "the mean is of all ranks"
+
+
+def test_what_forward_sums_over_ranks_itself_is_summed_once() -> None:
+    def form(u: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        total = v.detach().sum(0)
+        dist.all_reduce(total)
+        return (u * total).sum(1)
+
+    def one(rank: int) -> tuple[Tensor, Tensor, list[str]]:
+        plain = Towers(form)
+        fast = recast.optimize(copy.deepcopy(plain), example=batch(8, 0), passes=PASSES)
+        found, wanted = (m(*batch(4, rank)).detach() for m in (fast, plain))
+        return found, wanted, [m.why for m in fast.report.journal.missed]
+
+    for found, wanted, missed in processes(2, one):
+        torch.testing.assert_close(found, wanted)
+        assert any(why.startswith("an all_reduce over the rows") for why in missed)
