@@ -48,15 +48,8 @@ _ALONG_TWO = {
 # what takes some of them
 _PARTS = {"getitem", "pad", "narrow", "chunk", "split", "tensor_split", "unbind"}
 _OF_ALL = {
-    "unique",
-    "bincount",
-    "fliplr",
-    "flipud",
-    "msort",
-    "combinations",
-    "cartesian_prod",
-    "kron",
-}
+    "unique", "bincount", "fliplr", "flipud", "msort", "combinations", "cartesian_prod", "kron",
+}  # fmt: skip
 # a mean of such values of all ranks is one of the means
 _LINEAR = {
     "add", "sub", "neg", "mul", "truediv", "div", "iadd", "isub", "sum", "mean", "stack", "cat",

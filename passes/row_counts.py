@@ -19,8 +19,7 @@ _BY_INDEX = {"index_select", "index_add", "index_copy", "index_fill", "gather", 
 # what takes the number of rows for a size of its result
 MAKERS = {
     "arange", "eye", "ones", "zeros", "full", "empty", "rand", "randn", "randint", "new_zeros",
-    "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "full_like",
-    "empty_like",
+    "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "full_like", "empty_like",
 }  # fmt: skip
 _SHAPED = {
     *MAKERS, "view", "reshape", "expand", "expand_as", "broadcast_to", "repeat", "tile",
@@ -29,16 +28,8 @@ _SHAPED = {
 _FILLS = {"full": 1, "full_like": 1, "new_full": 2}  # the place of their value
 # what reads no values of some of its inputs
 LIKE = {
-    *MAKERS,
-    "new_tensor",
-    "to",
-    "type_as",
-    "view_as",
-    "reshape_as",
-    "getattr",
-    "size",
-    "setattr",
-}
+    *MAKERS, "new_tensor", "to", "type_as", "view_as", "reshape_as", "getattr", "size", "setattr",
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- dimensions
