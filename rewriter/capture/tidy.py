@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from recast.rewriter.ir import KEY, Graph, Node, depends, note
 from recast.rewriter.order import asserts, draws, droppable, writes
@@ -82,16 +83,22 @@ def drop_lost(tracer: Tracer) -> None:
             continue
         old = target(node, tracer)
         storage = None if old is None else tracer.storages.get(old)
-        if storage is None or storage in tracer.outs or draws(node, tracer.root) or asserts(node):
+        random = draws(node, tracer.root) and node.target is not F.dropout
+        if storage is None or storage in tracer.outs or random or asserts(node):
             continue
         held = [n for n in owners[storage] if n is not node]
         held += _elsewhere(held, node, tracer, owners, sharing)
         seen = any(place[u] > place[node] for n in held for u in n.users if u not in unread)
         past = any("data" in n.args[1:] or any(map(_exchanges, n.users)) for n in held)
         kept = bool(node.users) and node.target in OF_THE_TENSOR  # another shape to its users
-        if not (seen or past or kept) and all(map(_fresh, held)):
-            node.replace_all_uses_with(old)
-            tracer.graph.erase_node(node)
+        if seen or past or kept or not all(map(_fresh, held)):
+            continue
+        if node.target is F.dropout:  # draws all the same
+            node.args = node.args[:3]
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
+            continue
+        node.replace_all_uses_with(old)
+        tracer.graph.erase_node(node)
 
 
 def _owners(tracer: Tracer) -> dict[int, list[Node]]:

@@ -137,6 +137,18 @@ def test_a_write_that_nothing_reads_is_dropped(write: Callable[[Tensor], object]
     torch.testing.assert_close(_step(fast), want)
 
 
+def test_a_dropout_in_place_that_nothing_reads_draws_all_the_same() -> None:
+    plain = Aside(lambda h: nn.functional.dropout(h, 0.3, True, inplace=True))
+    fast = recast.optimize(plain, example=IDS, strict=True)
+    assert any(entry.rule == "fuse-mlp" for entry in fast.report.journal.fired)
+    drawn = []
+    for model in (plain, fast):
+        torch.manual_seed(1)
+        model(IDS)
+        drawn.append(torch.rand(1))
+    torch.testing.assert_close(drawn[1], drawn[0])
+
+
 class Saved(Rows):
     def forward(self, ids: Tensor) -> Tensor:
         h = self.rows(ids).sum(1).relu()
