@@ -19,7 +19,9 @@ from recast.rewriter.order import asserts, draws, droppable, writes
 from .calls import OUT_OF_PLACE
 from .constants import constants
 from .guards import target
+from .layers import runs_users_code
 from .no_grad import OF_THE_TENSOR
+from .opaque_calls import OpaqueCall
 from .refused import refusal
 from .tracer import Tracer
 
@@ -68,7 +70,8 @@ def functional(tracer: Tracer) -> None:
 def drop_lost(tracer: Tracer) -> None:
     """Drop writes in place that nobody reads, once all questions are asked: a graph would keep them
     for their effect, and with them all that they are computed from. One through ``x.data`` or
-    ``set_`` stays: what torch saved for backward sees it.
+    ``set_`` stays: what torch saved for backward sees it. So does one to what code of the user's
+    was given, which may have kept it.
     """
     if not tracer.written:
         return
@@ -89,7 +92,7 @@ def drop_lost(tracer: Tracer) -> None:
         held = [n for n in owners[storage] if n is not node]
         held += _elsewhere(held, node, tracer, owners, sharing)
         seen = any(place[u] > place[node] for n in held for u in n.users if u not in unread)
-        past = any("data" in n.args[1:] or any(map(_exchanges, n.users)) for n in held)
+        past = any("data" in n.args[1:] or any(_keeps(u, tracer) for u in n.users) for n in held)
         kept = bool(node.users) and node.target in OF_THE_TENSOR  # another shape to its users
         if seen or past or kept or not all(map(_fresh, held)):
             continue
@@ -109,9 +112,14 @@ def _owners(tracer: Tracer) -> dict[int, list[Node]]:
     return found
 
 
-def _exchanges(node: Node) -> bool:
-    """Whether a call gives a tensor the memory of another."""
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0] == "set_"
+def _keeps(node: Node, tracer: Tracer) -> bool:
+    """Whether a call may keep a tensor that it is given: as the memory of another, or in code of
+    the user's.
+    """
+    if node.op == "call_module":
+        return runs_users_code(tracer.root.get_submodule(str(node.target)))
+    name = str(getattr(node.target, "__name__", node.target))
+    return isinstance(node.target, OpaqueCall) or name.partition(".")[0] == "set_"
 
 
 def _fresh(node: Node) -> bool:

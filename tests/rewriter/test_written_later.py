@@ -171,7 +171,28 @@ class SavedElsewhere(Rows):
         return y
 
 
-@pytest.mark.parametrize("kind", [Saved, SavedElsewhere])
+class Keeps(torch.autograd.Function):
+    """Keeps its input beside what torch watches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.x * grad
+
+
+class SavedByTheUser(Rows):
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.rows(ids).sum(1) * 1.0
+        y: Tensor = Keeps.apply(h)
+        h.mul_(2.0)
+        return y.sum(1)
+
+
+@pytest.mark.parametrize("kind", [Saved, SavedElsewhere, SavedByTheUser])
 def test_a_write_past_autograd_that_only_gradients_see_stays(kind: type[Rows]) -> None:
     plain = kind()
     fast = recast.optimize(plain, example=IDS, strict=True)
