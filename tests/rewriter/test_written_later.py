@@ -196,5 +196,6 @@ class SavedByTheUser(Rows):
 def test_a_write_past_autograd_that_only_gradients_see_stays(kind: type[Rows]) -> None:
     plain = kind()
     fast = recast.optimize(plain, example=IDS, strict=True)
+    assert fast.report.captured == "whole"
     want = _step(plain)
     torch.testing.assert_close(_step(fast), want)
