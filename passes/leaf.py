@@ -86,6 +86,8 @@ def einsum_of(node: Any) -> Einsum | None:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
+    if len(terms) != len(operands):
+        return None
     sizes: dict[str, Any] = {}
     for term, operand in zip(terms, operands, strict=True):
         spec = spec_of(operand)

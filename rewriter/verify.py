@@ -111,7 +111,8 @@ def _alone(value: Node, user: Node, root: nn.Module) -> bool:
     source = value.args[0] if value.args else None
     layer = root.get_submodule(str(value.target)) if value.op == "call_module" else None
     passes = is_call(value, F.dropout) or isinstance(layer, nn.Dropout)
-    passes = passes or (order.writes(value, root) and layer is None)
+    own = layer is not None or isinstance(value.target, OpaqueCall)  # may hand on any memory
+    passes = passes or (order.writes(value, root) and not own)
     return passes and isinstance(source, Node) and _alone(source, value, root)
 
 

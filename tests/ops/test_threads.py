@@ -19,9 +19,11 @@ from torch import Tensor
 from recast.runtime import device
 
 HERE = Path(__file__).parent
-# Sums of torch's own over threads, its sigmoid at the ends of their parts, and its matrix products:
-# on an AMD EPYC with AVX-512 (37, 24) @ (24, 300) has other bits on three threads than on one.
-OWN_BITS = ("dice", "gru", "linear_cross_entropy")
+# Sums of torch's own over threads, and its sigmoid at the ends of their parts.
+OWN_BITS = ("dice", "gru")
+# Which results are torch's own matrix products: on an AMD EPYC with AVX-512 (700, 600) @ (600, 20)
+# has other bits on three threads than on one.
+PRODUCTS = {"linear_cross_entropy": (1, 2)}  # the gradients of input and weight
 # Calls whose tasks allocate, so that a failure is one within a loop over threads.
 ALLOCATE = {
     "embedding_bags", "embedding_bags stacked", "compressed_interaction", "cross_vector",
@@ -42,9 +44,11 @@ def forced() -> Iterator[None]:
 
 
 def same(name: str, found: list[Tensor], right: list[Tensor]) -> None:
-    for a, b in zip(found, right, strict=True):
+    for k, (a, b) in enumerate(zip(found, right, strict=True)):
         if name in OWN_BITS:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        elif k in PRODUCTS.get(name, ()):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.abs().max()))
         else:
             assert torch.equal(a, b)
 
